@@ -90,6 +90,7 @@ class ArtifactStore:
                 class_labels=read_class_labels(config),
                 has_chat_template=bool(templates),
                 parsers=parsers,
+                variants={adapter.name: adapter.digest for adapter in ready.served_adapters},
                 ready=ready,
             )
         except ValueError as error:

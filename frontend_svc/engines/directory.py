@@ -112,7 +112,7 @@ class Directory:
     def model(self, name: str, needs: Iterable[EngineNeed] = ()) -> ServedModel:
         """The model served as `name`, or the only one for an empty name; also one that is expected back.
 
-        The name may be an alias.
+        The name may be that of a variant, or an alias.
         One of an engine that meets all `needs` is preferred.
         Raises NotFound, InvalidArgument for a name that none can have, or an empty one if there are several
         models, Unavailable if no engine is ready.
@@ -124,6 +124,10 @@ class Directory:
             raise self._nothing_ready()
         known = ", ".join(sorted({*models, *self._aliases}))
         if name not in models:
+            announced = (client.model for client in self._ready() if client.model is not None)
+            for model in (*announced, *expected.values()):
+                if name in model.variants:
+                    return model
             name = self._aliases.get(name, name)
         if name in models:
             return models[name]

@@ -51,6 +51,7 @@ class OpenRequest:
         model = prepared.prompt.model
         self.request_id = request_id
         self.model = model.name
+        self.served_as = prepared.prompt.served_as or model.name  # in answers
         self._served = model
         self.prompt_token_ids = prepared.prompt.token_ids
         self.max_tokens = prepared.entries[0].sampling.max_tokens
@@ -366,6 +367,7 @@ def _routing(request: AnyRequest, prepared: Prepared) -> RoutingRequest:
         session_id=request.session_id,
         # Token ids at positions of tensors do not show whether two prompts have a common prefix.
         prefix_hash=b"" if prepared.prompt.tensors else prefix_hash(prepared.prompt.token_ids),
+        slot=prepared.prompt.slot,
         data_parallel_rank=request.data_parallel_rank if request.HasField("data_parallel_rank") else None,
         needs=(*needs_of(request), *prepared.prompt.needs),
     )

@@ -28,7 +28,7 @@ from frontend_svc.text.tokenize.id_column import id_column
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
 from triptych_kit.clock import Clock
-from triptych_kit.errors import Aborted, ServiceError
+from triptych_kit.errors import Aborted, ServiceError, Unimplemented
 from triptych_kit.telemetry import conventions as names
 
 # Prompts of one request that are in engines at once: enough to fill a batch, and room for other requests.
@@ -239,7 +239,14 @@ class Pooling:
         self._traces = traces
 
     def model(self, name: str) -> ServedModel:
-        return self._directory.model(name)
+        model = self._directory.model(name)
+        if model.variant(name):
+            raise Unimplemented(
+                f"not served: model {name!r} (adapters are for generation)",
+                reason="PARAMETER_NOT_SERVED",
+                metadata={"fields": "model"},
+            )
+        return model
 
     async def run(self, work: PoolingWork, caller: Caller) -> PooledPrompts:
         """All results of `work`. Raises the first error of any prompt, after aborting the others."""

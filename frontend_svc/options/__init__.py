@@ -5,6 +5,7 @@ An option that changes the prompt comes first, as the others are checked against
 
 from __future__ import annotations
 
+from frontend_svc.options.adapter import Adapter
 from frontend_svc.options.logprobs import SampledLogprobs
 from frontend_svc.options.option import RequestOption
 from frontend_svc.options.passed_on import PassedOn
@@ -18,6 +19,7 @@ from frontend_svc.options.token_rules import TokenRules
 
 OPTIONS: tuple[RequestOption, ...] = (
     PromptEmbeddings(),
+    Adapter(),
     SamplingLimits(),
     PassedOn(),
     Penalties(),

@@ -36,6 +36,8 @@ class PreparedPrompt:
     may_open_reasoning: whether the model may open it in the output.
     constrained_after: the tokens of the output behind which its constraint begins; (): with the first.
     constrained_unless: the tokens at its beginning without which it begins there.
+    served_as: the model's name in answers, if it is not its own.
+    slot: the digest of the variant that an engine should have in a slot.
     needs: what an engine must have beside what the request alone says.
     client_fields: names of the client for fields of the ADD that an engine may refuse, where they differ.
     """
@@ -51,6 +53,8 @@ class PreparedPrompt:
     may_open_reasoning: bool = False
     constrained_after: tuple[int, ...] = ()
     constrained_unless: tuple[int, ...] = ()
+    served_as: str = ""
+    slot: str = ""
     needs: list[EngineNeed] = field(default_factory=list)
     client_fields: dict[str, str] = field(default_factory=dict)
 

@@ -72,6 +72,7 @@ class GenerationDefaults:
 class ServedModel:
     """One model by its name. Models with equal `text_key` tokenize prompts in the same way.
 
+    variants: other weights of it, by the names that requests may have in its place, with their digests.
     ready: the message in which its engine announced it, for what concerns one request option alone.
     """
 
@@ -87,7 +88,12 @@ class ServedModel:
     class_labels: tuple[str, ...] = ()
     has_chat_template: bool = False
     parsers: ParserNames = field(default_factory=lambda: ParserNames(NONE, NONE))
+    variants: Mapping[str, str] = field(default_factory=dict, compare=False)
     ready: session_pb2.Ready = field(default_factory=session_pb2.Ready, compare=False)
+
+    def variant(self, name: str) -> str:
+        """`name`, if it is that of a variant; empty if it is any other."""
+        return name if name in self.variants and name != self.name else ""
 
     @property
     def max_text_chars(self) -> int:

@@ -153,7 +153,7 @@ REFUSALS = (
     _refused("embeds", "prompt_logprobs", field="sampling.prompt_logprobs", reason=_NEEDS_TOKENS),
     _refused("embeds", "return_prompt_token_ids", field="return_prompt_token_ids", reason=_NEEDS_TOKENS),
     _refused("embeds", "truncate_prompt_tokens", field="truncate_prompt_tokens", reason=_NEEDS_TOKENS),
-    _refused("adapter", field="adapter", **_SERVED_LATER),
+    _refused("adapter", status="NOT_FOUND", field="adapter", reason="is not one of the model"),
     _refused("media", field="media", **_SERVED_LATER),
 )  # fmt: skip
 

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import json
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 
 import grpc.aio
 from google.rpc import error_details_pb2
@@ -120,7 +120,9 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         features: Sequence[str] = ("adopt",),
         feature_set: session_pb2.FeatureSet | None = None,
         structured_output_backends: Sequence[str] = (),
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
+        self.adapters = dict(adapters or {})  # digests by name
         self.structured_output_backends = structured_output_backends
         self.features = features
         self.feature_set = feature_set
@@ -371,6 +373,10 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             structured_output_backends=self.structured_output_backends,
             structured_output_keywords=["type"] if self.structured_output_backends else (),
             model_folder=f"/models/{self.model}",
+            served_adapters=[
+                session_pb2.ServedAdapter(name=name, digest=digest)
+                for name, digest in sorted(self.adapters.items())
+            ],
         )
 
     def _artifacts(self) -> list[session_pb2.Artifact]:

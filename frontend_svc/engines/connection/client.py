@@ -266,6 +266,7 @@ class EngineClient:
         elif kind == "stats":
             load = load_report(message.stats, self._connection.ack.engine_epoch)
             self.requests.account.report(load, is_direct=True)
+            self.requests.account.note_slots(message.stats.slot_digests)
         elif kind == "add_rejected":
             self.requests.on_rejected(message.add_rejected)
         elif kind == "heartbeat":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from frontend_svc.engines.routing.engine_info import EngineInfo
@@ -64,6 +65,12 @@ class EngineAccount:
         """Note whether an operator has paused the engine."""
         if is_held != self._info.is_held:
             self._info = replace(self._info, is_held=is_held)
+
+    def note_slots(self, digests: Iterable[str]) -> None:
+        """Note which variants the engine can use without loading them."""
+        slots = frozenset(digests)
+        if slots != self._info.slots:
+            self._info = replace(self._info, slots=slots)
 
     def send(self, handle: int, num_prompt_tokens: int) -> None:
         """Count an own request. `num_prompt_tokens` is 0 if another request brings the same prompt."""
@@ -139,6 +146,7 @@ class EngineAccount:
         self._tokens.clear()
         self._num_pending_tokens = 0
         self._epoch = 0
+        self.note_slots(())
         self._forget_report()
 
     def info(self) -> EngineInfo:

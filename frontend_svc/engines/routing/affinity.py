@@ -1,4 +1,4 @@
-"""Affinity: which engine a key prefers, and when a preferred engine is too loaded."""
+"""Affinity: which engine a key or a slot prefers, and when a preferred engine is too loaded."""
 
 from __future__ import annotations
 
@@ -25,10 +25,24 @@ def prefix_affinity(engines: Sequence[EngineInfo], request: RoutingRequest, turn
     key = request.session_id.encode() or request.prefix_hash
     if not key:
         return kv_aware(engines, request, turn)
-    works = {engine.address: work(engine, request) for engine in engines}
-    limit = _GUARD_RATIO * min(works.values()) + _GUARD_SLACK_TOKENS
     # The least loaded one is always within the limit.
-    return next(engine for engine in by_preference(engines, key) if works[engine.address] <= limit)
+    allowed = _not_too_loaded(engines, engines, request)
+    return by_preference(allowed, key)[0]
+
+
+def with_slot(engines: Sequence[EngineInfo], request: RoutingRequest) -> Sequence[EngineInfo]:
+    """Those of `engines` that have the variant of `request` in a slot, or all if these are too loaded."""
+    if not request.slot:
+        return engines
+    having = [engine for engine in engines if request.slot in engine.slots]
+    return _not_too_loaded(having, engines, request) or engines
+
+
+def _not_too_loaded(
+    preferred: Sequence[EngineInfo], engines: Sequence[EngineInfo], request: RoutingRequest
+) -> list[EngineInfo]:
+    limit = _GUARD_RATIO * min(work(engine, request) for engine in engines) + _GUARD_SLACK_TOKENS
+    return [engine for engine in preferred if work(engine, request) <= limit]
 
 
 def favourite(engines: Sequence[EngineInfo], key: bytes) -> EngineInfo:

@@ -32,6 +32,7 @@ class EngineInfo:
     num_in_flight: int = 0  # all own requests
     num_pending_tokens: int = 0  # prompt tokens of own requests without a first token
     is_held: bool = False  # an operator has paused it: requests sent there wait
+    slots: frozenset[str] = frozenset()  # digests of the variants that it can use without loading them
 
     @property
     def num_requests(self) -> int:
@@ -65,6 +66,7 @@ class RoutingRequest:
     session_id: str = ""  # requests with equal ids share most of their prompts; empty: none
     prefix_hash: bytes = b""  # of the prompt's first tokens, see `prefix_hash`; empty: too short
     affinity_key: str = ""  # requests with equal keys must go to one engine; empty: none
+    slot: str = ""  # digest of the variant that an engine should have in a slot; empty: none
     data_parallel_rank: int | None = None  # chosen by the client; None: any
     needs: tuple[EngineNeed, ...] = ()
 

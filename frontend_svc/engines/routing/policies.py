@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from frontend_svc.engines.routing.affinity import favourite, prefix_affinity
+from frontend_svc.engines.routing.affinity import favourite, prefix_affinity, with_slot
 from frontend_svc.engines.routing.engine_info import EngineInfo, RoutingPolicy, RoutingRequest
 from frontend_svc.engines.routing.least_loaded import kv_aware, load, p2c, round_robin
 from triptych_kit.plugins import find_offered
@@ -40,8 +40,9 @@ def route(
 ) -> EngineInfo | None:
     """The engine that gets `request`; None if no engine has its rank, or there are no engines.
 
-    A pinned rank, an affinity key and a session take precedence over the policy. A paused engine gets
-    requests only if all candidates are paused.
+    A pinned rank, an affinity key and a session take precedence over the policy, which chooses among the
+    engines that have the request's variant in a slot. A paused engine gets requests only if all candidates
+    are paused.
     """
     rank = request.data_parallel_rank
     candidates = [engine for engine in engines if rank is None or engine.dp_rank == rank]
@@ -52,7 +53,7 @@ def route(
         return favourite(candidates, request.affinity_key.encode())
     if request.session_id:
         return prefix_affinity(candidates, request, turn)
-    return policy(candidates, request, turn)
+    return policy(with_slot(candidates, request), request, turn)
 
 
 def first_turn(index: int, epoch: int) -> int:

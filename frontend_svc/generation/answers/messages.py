@@ -36,7 +36,7 @@ def started_message(opened: OpenRequest, output: Output, *, returns_ids: bool) -
         num_prompt_tokens=len(opened.prompt_token_ids),
         num_cached_tokens=output.num_cached_tokens,
         prompt_token_ids=opened.prompt_token_ids if returns_ids else (),
-        model=opened.model,
+        model=opened.served_as,
         fingerprint=opened.fingerprint,
     )
     opened.fill(started)

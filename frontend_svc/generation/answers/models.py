@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from frontend_svc.engines.connection.client import SCHEMA_REVISION, EngineState, FrontendIdentity
@@ -51,12 +52,16 @@ class ModelAnswers:
         for name, fingerprint in sorted(models):
             card = self._described(models[name, fingerprint])
             cards += [card, *(_renamed(card, alias) for alias in self._directory.aliases_of(name))]
+            cards += self._variants(models[name, fingerprint], card, models[name, fingerprint].variants)
         cards.sort(key=lambda card: card.name)
         return model_pb2.ListModelsResponse(models=cards)
 
     def one(self, name: str) -> model_pb2.Model:
         """The model `name`, which may be an alias, or the only one if that is empty. Raises NotFound."""
-        card = self._described(self._directory.model(name))
+        model = self._directory.model(name)
+        card = self._described(model)
+        if model.variant(name):
+            (card,) = self._variants(model, card, [name])
         return _renamed(card, name) if name else card
 
     def reasons(self, name: str) -> bool:
@@ -99,6 +104,24 @@ class ModelAnswers:
             for client in self._directory.clients()
             if client.state is EngineState.READY and client.model is not None
         ]
+
+    def _variants(
+        self, model: ServedModel, card: model_pb2.Model, names: Iterable[str]
+    ) -> list[model_pb2.Model]:
+        """The cards of variants of `model`, which has `card`."""
+        plain = _renamed(card, "")
+        plain.base_model = card.name
+        plain.ClearField("adapters")
+        equals = [one for one in self._ready_models() if one.fingerprint == model.fingerprint]
+        cards = []
+        for name in filter(model.variant, names):
+            variant = _renamed(plain, name)
+            digest = model.variants[name]
+            variant.num_engines = sum(
+                one.name == model.name and one.variants.get(name) == digest for one in equals
+            )
+            cards.append(variant)
+        return cards
 
     def _described(self, model: ServedModel) -> model_pb2.Model:
         served = [(one.name, one.fingerprint) for one in self._ready_models()]

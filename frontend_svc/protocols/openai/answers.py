@@ -391,6 +391,6 @@ def model_card(model: model_pb2.Model, created: int) -> dict[str, Any]:
         "created": created,
         "owned_by": "triptych",
         "root": model.folder or model.name,
-        "parent": None,
+        "parent": model.base_model or None,
         "max_model_len": model.max_model_len,
     }

@@ -62,7 +62,7 @@ def breaches(
     return {}
 
 
-async def prepared(model: ServedModel, num_prompt_tokens: int = 1, **fields: object) -> Prepared:
+async def prepared(model: ServedModel, /, num_prompt_tokens: int = 1, **fields: object) -> Prepared:
     """A request that is not checked."""
     request = make_request([5] * num_prompt_tokens, **fields)
     return await prepare(request, RequestPrompt(request), model, LOCAL_CALLER)

@@ -419,6 +419,30 @@ async def test_models_health_and_version_and_what_there_is_not():
     assert (listed["object"], card["root"]) == ("list", "/models/tiny")
 
 
+async def test_an_adapter_is_a_model_at_every_route_that_generates():
+    engine = FakeEngine(answer(TEXT), chat_template=TEMPLATE, adapters={"cook": "aa" * 32})
+    async with served(engine) as client:
+        listed = (await client.call("GET", "/v1/models")).body["data"]
+        one = (await client.call("GET", "/v1/models/cook")).body
+        bodies = {
+            "/v1/completions": {"prompt": "the cat"},
+            "/v1/chat/completions": CHAT,
+            "/v1/responses": {"input": "the cat"},
+            "/v1/messages": {**CHAT, "max_tokens": 5},
+        }
+        replies = {path: await client.post(path, body | {"model": "cook"}) for path, body in bodies.items()}
+        tokenized = await client.post("/tokenize", {"model": "cook", "prompt": "the cat"})
+        unknown = {path: await client.post(path, body | {"model": "chef"}) for path, body in bodies.items()}
+    assert [(card["id"], card["parent"]) for card in listed] == [("cook", "tiny"), ("tiny", None)]
+    assert one == listed[0]
+    assert {path: (reply.status, reply.body["model"]) for path, reply in replies.items()} == dict.fromkeys(
+        bodies, (200, "cook")
+    )
+    assert {request.entry.adapter for request in engine.requests} == {"cook"}
+    assert (tokenized.status, len(engine.requests)) == (200, len(bodies))
+    assert {reply.status for reply in unknown.values()} == {404}
+
+
 async def test_a_path_that_is_not_served_is_answered_with_what_is():
     endings = {
         "/chat/completions": "did you mean /v1/chat/completions?",

@@ -126,6 +126,15 @@ def test_facts_of_the_engine_outlive_its_reports():
     assert (info.address, info.dp_rank, info.block_size, info.is_held) == ("h:1", 3, 16, True)
 
 
+def test_slots_are_as_last_reported_and_none_once_the_engine_is_lost():
+    account = EngineAccount("h:1")
+    account.note_slots(["a", "b"])
+    account.note_slots(["b"])
+    assert account.info().slots == {"b"}
+    account.reset()
+    assert account.info().slots == frozenset()
+
+
 def test_counts_are_those_of_a_recount_after_any_order_of_calls():
     chance, account = random.Random(5), EngineAccount("h:1")
     tokens: dict[int, int] = {}

@@ -268,6 +268,18 @@ def test_an_engine_that_is_held_gets_requests_only_where_all_are(policy):
 
 
 @every_policy
+def test_an_engine_that_has_the_variant_in_a_slot_is_preferred_until_it_is_clearly_more_loaded(policy):
+    engines = [replace(one, slots=frozenset({"aa", str(one.dp_rank)})) for one in ENGINE_IDS]
+    request = RoutingRequest(num_prompt_tokens=100, slot="2")
+    assert {route(policy, engines, request, turn) for turn in range(16)} == {engines[2]}
+    for other in (RoutingRequest(slot="aa"), RoutingRequest(slot="none"), RoutingRequest()):
+        prompts = [replace(other, prefix_hash=b"%d" % turn) for turn in range(64)]
+        assert {route(policy, engines, one, turn) for turn, one in enumerate(prompts)} == set(engines)
+    engines[2] = replace(engines[2], num_waiting_tokens=50_000)
+    assert any(route(policy, engines, request, turn) is not engines[2] for turn in range(16))
+
+
+@every_policy
 def test_requests_with_the_same_affinity_key_meet_whatever_the_loads(policy):
     engines, picks = list(ENGINE_IDS), set()
     for turn in range(20):

@@ -1,0 +1,64 @@
+"""Adapters: other weights of a model, by the name in `adapter` or in place of the model's."""
+
+from __future__ import annotations
+
+import functools
+
+from frontend_svc.engines.routing.engine_info import EngineNeed
+from frontend_svc.options.option import AnyRequest, PreparedPrompt, RequestOption
+from frontend_svc.text.limits import Violations
+from frontend_svc.text.model import ServedModel
+from triptych.api.v1 import model_pb2
+from triptych.engine.v1 import add_pb2
+from triptych_kit.errors import NotFound
+
+_REASON = "ADAPTER_NOT_READY"
+# Waiting requests are compared by their needs, which are the same objects where they are equal.
+_MAX_NEEDS = 4096
+
+
+class Adapter(RequestOption):
+    """The ADD has the name and the digest, and goes to an engine whose name stands for this digest."""
+
+    fields = ("adapter",)
+
+    def check(self, request: AnyRequest, model: ServedModel, violations: Violations) -> None:
+        named = model.variant(request.model)
+        if request.adapter and named and request.adapter != named:
+            violations.add("adapter", request.adapter, f"must be unset or {named!r}, which model names")
+
+    async def prepare(self, request: AnyRequest, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
+        """Raises NotFound for a name that no engine of the model has announced."""
+        model = prompt.model
+        name = request.adapter or model.variant(request.model)
+        if not name:
+            return
+        digest = model.variants.get(name)
+        if digest is None:
+            raise NotFound(
+                f"adapter {name!r} of model {model.name!r} is not served here",
+                resource_type="adapter",
+                resource_name=name,
+                metadata={"fields": "adapter"},
+            )
+        entry.adapter, entry.adapter_digest = name, digest
+        prompt.served_as, prompt.slot = name, digest
+        prompt.needs.append(_need_of(name, digest))
+        if not request.adapter:
+            prompt.client_fields["adapter"] = "model"
+
+    def need(self, request: AnyRequest) -> EngineNeed | None:
+        return _need_of_any(request.adapter) if request.adapter else None
+
+    def describe(self, model: ServedModel, card: model_pb2.Model) -> None:
+        card.adapters.extend(sorted(model.variants))
+
+
+@functools.lru_cache(_MAX_NEEDS)
+def _need_of(name: str, digest: str) -> EngineNeed:
+    return EngineNeed(f"has adapter {name!r}", _REASON, lambda model: model.variants.get(name) == digest)
+
+
+@functools.lru_cache(_MAX_NEEDS)
+def _need_of_any(name: str) -> EngineNeed:
+    return EngineNeed(f"has adapter {name!r}", _REASON, lambda model: name in model.variants)
