@@ -25,6 +25,8 @@ constexpr int kExpandedVectors = kVectors;
 constexpr int kExpandedVectorsOneRow = 4;
 // Units of A, 64 bytes each, that one thread reads in the time that other threads need to begin.
 constexpr int64_t kUnitsAlone = 512;
+// Prefetch distance: what memory delivers during the latency of one request. B follows A.
+constexpr int64_t kMatricesAhead = 4096;
 
 // The matrices of a slot for one part of a projection; low_rank.py lays them out.
 struct LowRankMatrices {
@@ -65,6 +67,15 @@ private:
 };
 static_assert(sizeof(LowRankMatrices) == 4 * sizeof(int64_t), "an entry is four numbers");
 
+// A masked store is slow to read back.
+TRIPTYCH_INLINE void store_lanes(float* to, Mask lanes, Floats x) {
+    lanes == 0xFFFF ? store(to, x) : store_part(to, lanes, x);
+}
+
+inline void prefetch_start(const char* matrices) {
+    for (int64_t line = 0; line < kMatricesAhead; line += 64) __builtin_prefetch(matrices + line);
+}
+
 // A x for R rows and sixteen ranks.
 template <bool kIsFp32, int R>
 void shrink_tile(const char* down, int64_t unit_bytes, int64_t in_features, const char* const* rows, float scale,
@@ -82,7 +93,7 @@ void shrink_tile(const char* down, int64_t unit_bytes, int64_t in_features, cons
     for (; unit + kChains <= num_units; unit += kChains) {
 #pragma GCC unroll 4
         for (int c = 0; c < kChains; ++c, down += unit_bytes) {
-            __builtin_prefetch(down + 2048);
+            __builtin_prefetch(down + kMatricesAhead);
             const Words weights = load_words(down);
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) {
@@ -106,7 +117,7 @@ void shrink_tile(const char* down, int64_t unit_bytes, int64_t in_features, cons
     }
     for (int r = 0; r < R; ++r) {
         const Floats sum = add(add(sums[r][0], sums[r][1]), add(sums[r][2], sums[r][3]));
-        store_part(out[r], ranks, mul(sum, splat(scale)));
+        store_lanes(out[r], ranks, mul(sum, splat(scale)));
     }
 }
 
@@ -122,7 +133,7 @@ void expand_tile(const typename Dtype::Element* up, int64_t rank, const float* c
         Floats weights[V];
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) {
-            __builtin_prefetch(reinterpret_cast<const char*>(up + v * rank * kLanes) + 2048);
+            __builtin_prefetch(reinterpret_cast<const char*>(up + v * rank * kLanes) + kMatricesAhead);
             weights[v] = Dtype::load(up + v * rank * kLanes);
         }
 #pragma GCC unroll 4
@@ -133,7 +144,7 @@ void expand_tile(const typename Dtype::Element* up, int64_t rank, const float* c
         }
     }
     for (int r = 0; r < R; ++r) {
-        for (int v = 0; v < V; ++v) store_part(out[r] + v * kLanes, lanes[v], sums[r][v]);
+        for (int v = 0; v < V; ++v) store_lanes(out[r] + v * kLanes, lanes[v], sums[r][v]);
     }
 }
 
@@ -142,6 +153,8 @@ class LowRankRows {
 public:
     // slots: of each row; -1 and those without matrices add nothing. Precondition: they are below the table's number.
     LowRankRows(LowRankTable table, const int64_t* slots, int64_t num_rows) : table_(table) {
+        rows_.reserve(num_rows);
+        others_.reserve(num_rows);
         int64_t known = -1;  // a slot with matrices
         bool is_ordered = true;
         for (int64_t row = 0; row < num_rows; ++row) {
@@ -171,6 +184,7 @@ public:
     void shrink(const char* x, int64_t x_stride_bytes, float* shrunk) {
         shrunk_ = shrunk;
         std::vector<ShrunkTile> tiles;
+        tiles.reserve(num_active() * table_.num_parts());
         for (const Run& run : runs_) {
             int64_t column = 0;
             for (int64_t part = 0; part < table_.num_parts(); column += run.parts[part].rank, ++part) {
@@ -184,7 +198,11 @@ public:
             }
         }
         const auto num_tiles = static_cast<int64_t>(tiles.size());
-        const auto run_tile = [&](int64_t index) { shrink_rows(tiles[index], x, x_stride_bytes); };
+        const auto run_tile = [&](int64_t index) {
+            const ShrunkTile& next = tiles[std::min(index + 1, num_tiles - 1)];
+            if (next.matrices != tiles[index].matrices) prefetch_start(next.matrices->down);
+            shrink_rows(tiles[index], x, x_stride_bytes);
+        };
         if (num_threads() == 1 || num_tiles * num_units() <= kUnitsAlone) {
             for (int64_t index = 0; index < num_tiles; ++index) run_tile(index);
             return;

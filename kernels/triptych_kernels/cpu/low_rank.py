@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from triptych_kernels.cpu.loader import Isa
-from triptych_kernels.cpu.panel_memory import own_panels
+from triptych_kernels.cpu.memory import LARGE_PAGE_BYTES
+from triptych_kernels.cpu.panel_memory import PanelMemory
 from triptych_kernels.ops import LowRank, LowRankMatrices
 from triptych_kernels.reference import REFERENCE
 from triptych_kernels.reference.low_rank import LowRankShape, check_matrices
@@ -24,6 +25,9 @@ _LANES_STEP = 4  # that the lanes of the last ranks are padded to
 _UNIT_BYTES = 4  # of a lane: a pair of bf16, or one fp32
 _VECTOR_BYTES = _LANES * _UNIT_BYTES
 _ENTRY = 4  # numbers of an entry of the table
+
+# In chunks of one large page, so that matrices keep little memory of others that are gone.
+_memory = PanelMemory(LARGE_PAGE_BYTES)
 
 
 class NativeMatrices:
@@ -43,7 +47,7 @@ class NativeMatrices:
         # The last unit of A is read as a whole vector.
         start = shrinking.nbytes + -shrinking.nbytes % _VECTOR_BYTES
         self.num_bytes = start + expanding.nbytes + _VECTOR_BYTES
-        self._memory = own_panels(self.num_bytes)
+        self._memory = _memory.take(self.num_bytes)
         self._memory[shrinking.nbytes : start] = 0
         self._memory[: shrinking.nbytes].view(torch.int32).copy_(shrinking)
         self._memory[start : start + expanding.nbytes].view(self.dtype).copy_(expanding)

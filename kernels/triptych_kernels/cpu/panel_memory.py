@@ -21,7 +21,9 @@ class PanelMemory:
     pages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_bytes: int = _CHUNK_BYTES) -> None:
+        """chunk_bytes: a multiple of LARGE_PAGE_BYTES."""
+        self._chunk_bytes = chunk_bytes
         self._lock = threading.Lock()
         # Nothing here keeps a chunk alive: without its last piece, a new one is begun.
         self._last: weakref.ref[Tensor] | None = None
@@ -31,13 +33,13 @@ class PanelMemory:
 
         Pieces larger than a chunk are separate: a small piece after them would keep all of their memory.
         """
-        if num_bytes > _CHUNK_BYTES:
+        if num_bytes > self._chunk_bytes:
             return own_panels(num_bytes)
         with self._lock:
             last = None if self._last is None else self._last()
-            piece = None if last is None else _piece_behind(last, num_bytes)
+            piece = None if last is None else _piece_behind(last, num_bytes, self._chunk_bytes)
             if piece is None:
-                piece = own_panels(_CHUNK_BYTES)[:num_bytes]
+                piece = own_panels(self._chunk_bytes)[:num_bytes]
             self._last = weakref.ref(piece)
             return piece
 
@@ -51,11 +53,11 @@ def own_panels(num_bytes: int) -> Tensor:
     return panels
 
 
-def _piece_behind(last: Tensor, num_bytes: int) -> Tensor | None:
+def _piece_behind(last: Tensor, num_bytes: int, chunk_bytes: int) -> Tensor | None:
     """The bytes that follow `last` in its chunk, if there are enough."""
     storage = last.untyped_storage()
     start = last.storage_offset() + last.nbytes + -last.nbytes % _CACHE_LINE
-    end = -storage.data_ptr() % LARGE_PAGE_BYTES + _CHUNK_BYTES
+    end = -storage.data_ptr() % LARGE_PAGE_BYTES + chunk_bytes
     if start + num_bytes > end:
         return None
     return torch.empty(0, dtype=torch.uint8).set_(storage, start, (num_bytes,), (1,))
