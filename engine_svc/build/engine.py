@@ -265,8 +265,9 @@ def _put_together(
         None if kv_event_log is None else kv_event_log.publish,
     )
     watch = SchedulerWatch(served.clock)
-    preparations = Preparations(side.preparing, served.clock)
-    features = [*scheduler_features(config, context), watch, preparations]
+    features = [*scheduler_features(config, context), watch]
+    preparations = Preparations(side.preparing, served.clock, features)
+    features.append(preparations)
     core = build_core(
         scheduler_config,
         cache_config,

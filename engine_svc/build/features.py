@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -25,15 +26,35 @@ def wire_features(config: EngineConfig) -> WireFeatures:
 
 
 def scheduler_features(config: EngineConfig, context: SchedulerContext) -> Sequence[SchedulerFeature]:
-    return _make("scheduler", config, context)
+    replayed = {
+        module.__name__.split(".")[-2]: options
+        for module in _modules("scheduler")
+        if hasattr(module, "replay_options") and (options := module.replay_options(config)) is not None
+    }
+    return _make("scheduler", config, replace(context, replayed=replayed))
+
+
+def replayed_features(options: Mapping[str, Mapping[str, int]]) -> Sequence[SchedulerFeature]:
+    """What decides with the scheduler in a replay.  options: see SchedulerContext."""
+    return [
+        module.replayed(options[name])
+        for module in _modules("scheduler")
+        if (name := module.__name__.split(".")[-2]) in options
+    ]
 
 
 def runner_features(
     config: EngineConfig, context: RunnerContext, *, samples: bool = True
 ) -> Sequence[RunnerFeature]:
-    """samples: False for a rank that chooses no tokens; what is prepared is only for choosing them."""
+    """samples: False for a rank that chooses no tokens."""
     made: list[RunnerFeature] = _make("runner", config, context)
-    return [feature for feature in made if samples or feature.prepares is None]
+    return [feature for feature in made if samples or feature.prepares is None or feature.every_stage]
+
+
+def reserved_bytes(config: EngineConfig) -> int:
+    """The memory of a rank's device that features will take once there are requests."""
+    reserves = [module.reserved_bytes for module in _modules("options") if hasattr(module, "reserved_bytes")]
+    return sum(reserve(config) for reserve in reserves)
 
 
 def extra_types() -> list[type[Extra]]:

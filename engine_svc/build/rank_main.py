@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from engine_svc.build.features import extra_types
+from engine_svc.build.features import extra_types, reserved_bytes
 from engine_svc.build.runner import (
     GPU_IS_FULL,
     free_memory,
@@ -133,7 +133,8 @@ def _load(rank: _Rank, parallel: ProcessParallel) -> RankLoop:
         rank.config.model, load_options(rank.config), parallel=parallel, progress=_progress(rank)
     )
     proposer = make_proposer(rank.config, loaded)
-    rank.connection.send({"loaded": _describe(rank, loaded, proposer.num_bytes)})
+    reserved = proposer.num_bytes + reserved_bytes(rank.config)
+    rank.connection.send({"loaded": _describe(rank, loaded, reserved)})
     sizes: dict[str, Any] = rank.connection.receive()["sizes"]  # type: ignore[assignment]  # Set by the engine.
     loaded = _with_groups(loaded, sizes)
     sizing = KVSizing(
@@ -209,7 +210,7 @@ def _make_loop(rank: _Rank, runner: ModelRunner, sizes: Mapping[str, Any], *, on
         calls=_calls(decoder, runner, sizes["num_groups"]),
         answer=lambda answer: rank.connection.send({"answer": answer}),
         has_dealt=lambda: rank.heartbeats.finish_step(rank.position.rank),
-        preparer=runner.preparer if rank.position.is_last_stage else None,
+        preparer=runner.preparer,
         extras=ExtraCodec(extra_types()),
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from engine_svc.build.data_parallel import LockstepSide, build_experts, build_lockstep
-from engine_svc.build.features import runner_features
+from engine_svc.build.features import reserved_bytes, runner_features
 from engine_svc.build.speculation import make_drafting, make_proposer
 from engine_svc.config import EngineConfig
 from engine_svc.data_parallel.expert_shards import HeldExperts
@@ -82,7 +82,7 @@ def build_runner(
             experts.attach(loaded, Checkpoint(Path(config.model)))
         progress("memory", 0, 1)
         proposer = make_proposer(config, loaded)
-        free = free_memory(config, loaded, reserved=proposer.num_bytes)
+        free = free_memory(config, loaded, reserved=proposer.num_bytes + reserved_bytes(config))
         max_model_len, sizing = size_cache(config, loaded.facts, free)
         if config.num_kv_blocks is None and config.kv_cache_memory is not None:
             warn_if_cut(config.kv_cache_memory, [sizing])
@@ -154,7 +154,7 @@ def make_runner(
 ) -> ModelRunner:
     """The runner of this rank, with its cache. sizing: without the placeholder block.
 
-    samples: False for an early stage of a pipeline, which prepares nothing.
+    samples: False for an early stage of a pipeline.
     """
     sizing = KVSizing(sizing.num_blocks + 1, sizing.block_size, sizing.bytes_per_block)
     facts, ops = loaded.facts, loaded.ops
@@ -190,6 +190,7 @@ def make_runner(
         graphs=record(loaded.model),
         source=WeightSource(Checkpoint(Path(config.model)), load, record, proposer.detach),
         exchange=None if experts is None else experts.exchange,
+        is_last_stage=samples,
         on_failed=on_failed,
         on_prepared=on_prepared,
     )
@@ -237,7 +238,7 @@ def free_memory(config: EngineConfig, loaded: LoadedModel, reserved: int = 0) ->
     """
     if loaded.device.type == "cpu":
         free = free_host_memory()
-        less = f", less {reserved >> 20} MiB for drafts (--draft-window)," if reserved else ""
+        less = f", less {reserved >> 20} MiB for drafts and adapters," if reserved else ""
         return FreeMemory(max(0, free.num_bytes - reserved), free.how + less)
     if config.num_kv_blocks is not None or config.kv_cache_memory is not None:
         return present_device_memory()

@@ -26,7 +26,7 @@ class Extra:
 
     @property
     def blocker(self) -> str:
-        """The name that blocks a request until every rank that samples has prepared this; "" for none."""
+        """The name that blocks a request until every rank has prepared this; "" for none."""
         return ""
 
     @property

@@ -5,12 +5,13 @@ They are blocked meanwhile, keep their position in the order and delay no other 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine_svc.core.errors import RequestFailed
 from engine_svc.core.request import Request
 from engine_svc.loop.protocols import PreparingRanks
-from engine_svc.scheduler.feature import SchedulerFeature
+from engine_svc.scheduler.feature import SchedulerFeature, overriding
 from triptych_kit.clock import Clock
 from triptych_kit.shares import SharedLimit
 
@@ -35,19 +36,24 @@ class Preparations(SchedulerFeature):
     """Blocks requests with extras to prepare, and counts the answers of the ranks.
 
     The first failure of a rank decides, without waiting for the others. Has to be the last feature: what it
-    has begun for a request is ended by `on_finish`, which never comes if the request is not added.
+    has begun for a request is ended by `on_finish`, which never comes if the request is not added. One that
+    another feature holds back is begun later, and counts for no limit until then.
     """
 
     def __init__(
         self,
         ranks: PreparingRanks | None,
         clock: Clock,
+        features: Sequence[SchedulerFeature] = (),
         *,
         max_preparations: int = MAX_PREPARATIONS,
         limit_s: float = PREPARATION_LIMIT_S,
     ) -> None:
-        """ranks: None for an engine whose requests have nothing to prepare."""
+        """ranks: None for an engine whose requests have nothing to prepare.  features: those before this."""
         self._ranks = ranks
+        self._holds = overriding(features, "holds_preparation")
+        self._on_prepared = overriding(features, "on_prepared")
+        self._held: dict[str, Request] = {}  # the oldest first
         self._clock = clock
         self._max_preparations = max_preparations
         self._places = SharedLimit(max_preparations)
@@ -61,12 +67,22 @@ class Preparations(SchedulerFeature):
     def on_add(self, request: Request) -> None:
         if not request.extras:
             return
-        blockers = frozenset(extra.blocker for extra in request.extras.values() if extra.blocker)
+        blockers = _blockers_of(request)
         if not blockers:
             return
         if self._ranks is None:
             raise ValueError(f"no rank prepares {', '.join(sorted(blockers))}")
         request.blockers |= blockers
+        if self._is_held(request):
+            self._held[request.request_id] = request
+        else:
+            self._begin(request, blockers)
+
+    def _is_held(self, request: Request) -> bool:
+        return any(holds(request) for holds in self._holds)
+
+    def _begin(self, request: Request, blockers: frozenset[str]) -> None:
+        assert self._ranks is not None, "an engine without ranks has begun no preparation"
         account, weight = request.account, request.weight
         preparation = Preparation(request.request_id, blockers, self._ranks.num_preparing, account)
         if not self._places.has_room(account, weight):
@@ -87,10 +103,18 @@ class Preparations(SchedulerFeature):
         self._number_of[request.request_id] = self._number
 
     def on_finish(self, request: Request) -> None:
+        self._held.pop(request.request_id, None)
         number = self._number_of.pop(request.request_id, None)
         if number is not None and self._ranks is not None:
             self._take(number)
             self._ranks.drop_prepared(request.request_id)
+        while self._held:
+            held = next(iter(self._held.values()))
+            if self._is_held(held):
+                # Those behind it wait, too.
+                return
+            del self._held[held.request_id]
+            self._begin(held, _blockers_of(held))
 
     def close(self) -> None:
         if self._ranks is not None:
@@ -118,6 +142,9 @@ class Preparations(SchedulerFeature):
             self._settled.append(oldest)
             self._take(number)
         settled, self._settled = self._settled, []
+        for preparation in settled:
+            for on_prepared in self._on_prepared:
+                on_prepared(preparation.request_id, preparation.failure)
         return settled
 
     def left_s(self) -> float | None:
@@ -137,3 +164,7 @@ class Preparations(SchedulerFeature):
             self._places.give_back(preparation.account)
         if is_oldest:
             self._oldest_since = self._clock.now()
+
+
+def _blockers_of(request: Request) -> frozenset[str]:
+    return frozenset(extra.blocker for extra in request.extras.values() if extra.blocker)

@@ -108,7 +108,7 @@ class Lockstep(Protocol):
 
 
 class PreparingRanks(Protocol):
-    """All ranks that sample. Each prepares in turns of the accounts, beside its steps.
+    """All ranks. Each prepares in turns of the accounts, beside its steps.
 
     Each answers with a `Prepared` command, unless the request was dropped before.
     """

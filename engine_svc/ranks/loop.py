@@ -63,7 +63,7 @@ class RankLoop:
         preparer: Preparer | None = None,
         extras: ExtraCodec = NO_EXTRAS,
     ) -> None:
-        """preparer: None for a rank that does not sample. extras: the types of what is prepared."""
+        """preparer: None for a rank that prepares nothing. extras: the types of what is prepared."""
         self._messages = messages
         self._decoder = decoder
         self._runner = runner

@@ -117,7 +117,7 @@ class RanksStarting:
             encoder,
             self._limits,
             ExtraCodec(extras),
-            num_preparing=sum(position.is_last_stage for position in self._positions),
+            num_preparing=len(self._positions),
         )
 
     def give_up(self) -> None:
@@ -185,7 +185,7 @@ class ProcessGroup:
         extras: ExtraCodec = NO_EXTRAS,
         num_preparing: int = 1,
     ) -> None:
-        """num_preparing: ranks that sample."""
+        """num_preparing: ranks that prepare."""
         self.num_preparing = num_preparing
         self._watch = watch
         self._extras = extras

@@ -80,6 +80,7 @@ class RunnerFeature:
     """
 
     prepares: type[Extra] | None = None  # the extra that `prepare` takes, one with a `blocker`
+    every_stage = False  # of a pipeline; False: one that prepares is in the last alone, which chooses tokens
 
     def prepare(self, extra: Any) -> Any:
         """Do slow work for a request that is blocked meanwhile, in a thread beside the steps.
@@ -96,6 +97,9 @@ class RunnerFeature:
     def is_slow_to_prepare(self, extra: Any) -> bool:
         """Whether it may take far longer than others, which then do not wait for it. Cheap."""
         return False
+
+    def on_model(self, model: Model) -> None:
+        """The weights were loaded again. Not to be kept, as in the context."""
 
     def uses(self, admitted: AdmittedRequest) -> bool:
         """Whether the request uses the feature. Other rows cost it nothing."""
@@ -166,7 +170,15 @@ class FeaturePart:
 
 
 _NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
-_STAGES = ("before_forward", "extra_positions", "on_tokens", "after_forward", "apply", "after_sampling")
+_STAGES = (
+    "on_model",
+    "before_forward",
+    "extra_positions",
+    "on_tokens",
+    "after_forward",
+    "apply",
+    "after_sampling",
+)
 
 
 @dataclass(slots=True)
@@ -214,6 +226,10 @@ class RunnerFeatures:
                 if isinstance(extra, Extra) and extra.blocker:
                     raise RuntimeError(f"{type(extra).__name__} was not prepared")
                 feature.add_row(row, admitted)
+
+    def on_model(self, model: Model) -> None:
+        for index in self._with_stage["on_model"]:
+            self._features[index].on_model(model)
 
     def remove_row(self, row: int) -> None:
         self._failed.pop(row, None)

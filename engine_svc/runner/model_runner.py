@@ -71,6 +71,7 @@ class ModelRunner:
         graphs: DecodeGraphs | None = None,
         source: WeightSource | None = None,
         exchange: GroupExchange | None = None,
+        is_last_stage: bool = True,
         on_failed: OnFailed | None = None,
         on_prepared: OnPrepared = lambda number, failure: None,
     ) -> None:
@@ -79,7 +80,6 @@ class ModelRunner:
         on_failed: for a rank whose results are not read; called before a step's forward.
         on_prepared: called in the thread that prepares extras.
         """
-        self._resident = Resident(model, facts, kv, graphs=graphs, source=source)
         self._kv = kv
         self._ops = ops
         self._exchange = exchange
@@ -108,8 +108,11 @@ class ModelRunner:
         )
         features = with_core_features(make_features(context), context)
         self._features = RunnerFeatures(features, config.max_num_seqs)
+        self._resident = Resident(
+            model, facts, kv, graphs=graphs, source=source, on_model=self._features.on_model
+        )
         self._host_tokens = _HostTokens(self._features, kv.device)
-        self.preparer = Preparer(features, on_prepared)
+        self.preparer = Preparer(features, on_prepared, is_last_stage=is_last_stage)
         self._sampler = Sampler(
             ops,
             max_num_seqs=config.max_num_seqs,

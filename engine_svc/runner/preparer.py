@@ -148,7 +148,11 @@ class Preparer:
 
     num_preparing = 1
 
-    def __init__(self, features: Sequence[RunnerFeature], on_prepared: OnPrepared) -> None:
+    def __init__(
+        self, features: Sequence[RunnerFeature], on_prepared: OnPrepared, *, is_last_stage: bool = True
+    ) -> None:
+        """is_last_stage: False for a rank that leaves to the last stage what it has no feature for."""
+        self._is_last_stage = is_last_stage
         self._features = {feature.prepares: feature for feature in features if feature.prepares is not None}
         self._lock = threading.Lock()
         self._accounts = SlowAccounts()
@@ -209,6 +213,8 @@ class Preparer:
     def _prepare(self, preparation: _Preparation) -> RequestFailed | None:
         for kind, extra in preparation.extras.items():
             feature = self._features.get(kind)
+            if feature is None and not self._is_last_stage:
+                continue
             if feature is None:
                 return RequestFailed("INTERNAL", f"no feature of this rank prepares {kind.__name__}")
             try:

@@ -66,12 +66,15 @@ class Resident:
         *,
         graphs: DecodeGraphs | None = None,
         source: WeightSource | None = None,
+        on_model: Callable[[Model], object] = lambda model: None,
     ) -> None:
+        """on_model: called with the model of weights that were loaded again."""
         self.facts = facts
         self.graphs = graphs
         self._model: Model | None = model
         self._kv = kv
         self._source = source
+        self._on_model = on_model
         self._locations = dict.fromkeys((WakeTag.WEIGHTS, WakeTag.KV_CACHE), Location.DEVICE)
         self._parked: dict[WakeTag, ParkedMemory] = {}
 
@@ -240,6 +243,7 @@ class Resident:
     def _take(self, model: Model, facts: ModelFacts) -> None:
         self._move_to(WakeTag.WEIGHTS, Location.DEVICE)
         self._model, self.facts = model, facts
+        self._on_model(model)
 
     def _record_again(self) -> None:
         if self._source is not None and self.graphs is None and not self.asleep:

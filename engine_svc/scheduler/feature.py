@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.observer import CacheObserver
-from engine_svc.core.errors import describe_failure
+from engine_svc.core.errors import RequestFailed, describe_failure
 from engine_svc.core.extras import Extras
 from engine_svc.core.request import FinishReason, Request, RequestOutput, Verdict
 from engine_svc.core.step import StepPlan, StepResult
@@ -28,6 +28,7 @@ class SchedulerContext:
 
     metrics: where a feature registers its own, in a line each; they are read on the asyncio side.
     publish_blocks: takes changes of the prefix cache and how many blocks they concern; None: not wanted.
+    replayed: by name of a feature whose budget decides, what a replay of the scheduler makes it from.
     """
 
     clock: Clock
@@ -36,6 +37,7 @@ class SchedulerContext:
     cache_config: CacheConfig
     metrics: Metrics
     publish_blocks: Callable[[Sequence[Any], int], None] | None = None
+    replayed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 class SchedulerFeature:
@@ -53,6 +55,16 @@ class SchedulerFeature:
 
     def on_add(self, request: Request) -> None:
         """A request was added. A feature that puts a name into `request.blockers` must unblock it later."""
+
+    def holds_preparation(self, request: Request) -> bool:
+        """Whether the preparation of its extras has to wait.
+
+        Asked again in order when a request has ended, up to the first that still has to.
+        """
+        return False
+
+    def on_prepared(self, request_id: str, failure: RequestFailed | None) -> None:
+        """All ranks have prepared the extras of a request, or it ends with this failure."""
 
     def on_plan(self, plan: StepPlan) -> None:
         """A plan with rows is complete. May attach a part: `plan.extras[Type] = value`."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from engine_svc.build.engine import Core, build_core
+from engine_svc.build.features import replayed_features
 from engine_svc.features.sched_trace.recorded_case import SUFFIX, read_case
 from engine_svc.features.sched_trace.records import Record, Setup
 from engine_svc.features.sched_trace.replay import BadTrace, Run, read_lines, replay
@@ -68,5 +69,5 @@ def _build(setup: Setup, features: Sequence[SchedulerFeature]) -> Core:
         setup.cache,
         policy=setup.policy,
         scheduler_class=setup.scheduler_class,
-        features=features,
+        features=[*features, *replayed_features(setup.features)],
     )

@@ -28,12 +28,18 @@ def read_case(path: Path) -> Iterator[Record]:
 
 
 def as_records(case: Record) -> Iterator[Record]:
-    trace = {"format": FORMAT, "version": case.get("reference_version", ""), "config": case["config"]}
+    config = case["config"]
+    features = {"adapters": {"max_adapters": config["max_adapters"]}} if config.get("max_adapters") else {}
+    trace = {
+        "format": FORMAT,
+        "version": case.get("reference_version", ""),
+        "config": {**config, "features": features},
+    }
     head: Record = {"trace": trace}
     updates: list[Record] = []
     for step, recorded in enumerate(case["steps"], start=1):
         decided = recorded["decision"]
-        events = [*updates, *recorded["events"]]
+        events = [*updates, *map(_as_given, recorded["events"])]
         if events or decided["scheduled"] or decided["preempted"]:
             state = recorded["after_events"]
             yield {"kind": SNAPSHOT, "step": step, "at": 0.0, **state, "events": events, **head}
@@ -68,6 +74,14 @@ def _as_decision(step: int, decided: Record) -> Record:
         "block_ids": {name: both for name, both in blocks.items() if any(both["hit"]) or any(both["new"])},
         "free_blocks": decided["free_blocks"],
     }
+
+
+def _as_given(event: Record) -> Record:
+    """An event from outside, whose request may name an adapter."""
+    adapter = event.get("request", {}).get("adapter")
+    if adapter is None:
+        return event
+    return {**event, "request": {**event["request"], "extra_keys": [f"adapter:{adapter}"]}}
 
 
 def _as_event(update: Record) -> Record:

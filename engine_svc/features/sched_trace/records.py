@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from engine_svc.cache.attention import AttentionKind, ChunkedLocal, FullAttention, SlidingWindow
@@ -48,6 +48,7 @@ class Setup:
     cache: CacheConfig
     policy: str = "fcfs"
     scheduler_class: str = "default"
+    features: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # see SchedulerContext.replayed
 
     def to_record(self) -> Record:
         record = asdict(self.scheduler)
@@ -56,6 +57,7 @@ class Setup:
             "num_gpu_blocks": self.cache.num_blocks,
             "policy": self.policy,
             "scheduler_class": self.scheduler_class,
+            "features": {name: dict(options) for name, options in self.features.items()},
             **record,
             "enable_prefix_caching": self.cache.enable_prefix_caching,
             "num_lookahead_tokens": self.cache.num_lookahead_tokens,
@@ -72,7 +74,13 @@ class Setup:
             lists = {name: tuple(costs.get(name, ())) for name in ("counts", "seconds", "proposal_seconds")}
             options["step_costs"] = StepCosts(**{**costs, **lists})
         scheduler = SchedulerConfig(**options)
-        return cls(scheduler, cache, record["policy"], record.get("scheduler_class", "default"))
+        return cls(
+            scheduler,
+            cache,
+            record["policy"],
+            record.get("scheduler_class", "default"),
+            record.get("features", {}),
+        )
 
 
 def snapshot(step: int, at: float, state: State, setup: Setup, events: Sequence[Record]) -> Record:
@@ -249,4 +257,4 @@ def _read_group(record: Record) -> AttentionKind:
 
 def _of(kind: type[Any], record: Mapping[str, Any]) -> Record:
     """The values of a record that are fields of a dataclass by the same name."""
-    return {field.name: record[field.name] for field in fields(kind) if field.name in record}
+    return {each.name: record[each.name] for each in fields(kind) if each.name in record}

@@ -42,7 +42,11 @@ def make(config: EngineConfig, context: SchedulerContext) -> SchedulerFeature | 
     if config.sched_trace_path is None:
         return None
     setup = Setup(
-        context.scheduler_config, context.cache_config, config.scheduling_policy, config.scheduler_class
+        context.scheduler_config,
+        context.cache_config,
+        config.scheduling_policy,
+        config.scheduler_class,
+        context.replayed,
     )
     return SchedTrace(setup, context.clock, TraceFile(file_of(config.sched_trace_path, config.index)))
 

@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from engine_svc.build.engine import Core, build_core
+from engine_svc.build.features import replayed_features
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.extras import Extras
@@ -47,7 +48,7 @@ def build(setup: Setup, features: Sequence[SchedulerFeature] = ()) -> Core:
         setup.cache,
         policy=setup.policy,
         scheduler_class=setup.scheduler_class,
-        features=features,
+        features=[*features, *replayed_features(setup.features)],
     )
 
 
