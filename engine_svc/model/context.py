@@ -55,6 +55,7 @@ class ForwardContext:
     embedded: None where all tokens have ids.
     hidden: None where a draft head reads no hidden states.  last: those that logits are computed from, for
     features; None where none reads them.
+    low_rank_slots: [T] int64, whose low-rank additions each token gets, -1: none; None: no token has any.
     """
 
     layers: Sequence[LayerCache]
@@ -63,8 +64,16 @@ class ForwardContext:
     embedded: EmbeddedTokens | None = None
     hidden: HiddenStates | None = None
     last: HiddenStates | None = None
+    low_rank_slots: Tensor | None = None
 
     @property
     def can_be_recorded(self) -> bool:
         """Whether the step reads ids and writes logits alone, as recorded steps do."""
-        return self.embedded is None and self.hidden is None and self.last is None
+        others = (self.embedded, self.hidden, self.last, self.low_rank_slots)
+        return all(other is None for other in others)
+
+    def low_rank_slots_of(self, rows: Tensor | None) -> Tensor | None:
+        """The slots of the tokens at `rows`, [N] int64, or of all."""
+        return (
+            self.low_rank_slots if self.low_rank_slots is None or rows is None else self.low_rank_slots[rows]
+        )

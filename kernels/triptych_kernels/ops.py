@@ -66,6 +66,10 @@ class LowRank(Protocol):
     def num_bytes(self) -> int:
         """Size of what is allocated for all slots, whether they are used or not."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether every slot is."""
+
     def put(self, slot: int, matrices: Sequence[LowRankMatrices | None]) -> None:
         """Replace what is in the slot. matrices: of each part, None adds nothing; they are kept alive.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.facts import KVShape
 from engine_svc.model.loading.weights import WeightReader
+from engine_svc.model.low_rank import ProjectionPart
 from engine_svc.model.native.decoder import NativeDecoder, TokenEmbedding
 from engine_svc.model.native.exchange import ExpertShare, NoExchange
 from engine_svc.model.native.layers import (
@@ -19,11 +20,12 @@ from engine_svc.model.native.layers import (
     FeedForward,
     GatedFeedForward,
     MixtureOfExperts,
+    Projection,
     SharedMixture,
 )
 from engine_svc.model.native.spec import DecoderSpec, ExpertsSpec
 from engine_svc.model.parallel import Parallel
-from triptych_kernels import Experts, FusedLayers, Linear, Ops, PackLinear
+from triptych_kernels import Experts, Linear, Ops, PackLinear
 
 
 def expert_range(num_experts: int, rank: int, size: int) -> tuple[int, int]:
@@ -97,18 +99,9 @@ class DecoderBuilder:
             dtype=self.dtype,
             num_parameters=self.num_parameters,
             num_bytes=self.num_bytes,
-            fused=self._fused(layers, final_norm, cos_sin),
+            is_fusible=parallel.tp_size == parallel.pp_size == 1,
             exchange=NoExchange() if self.share is None else self.share.exchange,
         )
-
-    def _fused(
-        self, layers: list[DecoderLayer], final_norm: Tensor | None, cos_sin: Tensor
-    ) -> FusedLayers | None:
-        dense = [layer.as_dense() for layer in layers]
-        is_whole = self.parallel.tp_size == self.parallel.pp_size == 1
-        if not is_whole or final_norm is None or not all(dense):
-            return None
-        return self.ops.fuse_layers([layer for layer in dense if layer is not None], final_norm, cos_sin)
 
     def read_experts(self, layer: int, first: int, end: int) -> Experts:
         """Experts first to end - 1 of a layer that has a mixture, packed."""
@@ -142,9 +135,11 @@ class DecoderBuilder:
         first = share * parallel.tp_rank
         weight = self._read("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size), 0, first, share)
         self._count(weight, weight.nbytes)
-        return TokenEmbedding(weight, first, parallel)
+        whole = slice(None)
+        part = ProjectionPart("model.embed_tokens", spec.hidden_size, spec.vocab_size, whole, whole)
+        return TokenEmbedding(weight, first, parallel, part)
 
-    def _head(self) -> Linear:
+    def _head(self) -> Projection:
         spec, parallel = self.spec, self.parallel
         # As in transformers, a separate head takes precedence, even if the config states tied embeddings.
         name = "lm_head.weight"
@@ -156,7 +151,9 @@ class DecoderBuilder:
         is_counted = name.startswith("model.") and parallel.pp_rank == 0
         self.num_parameters += 0 if is_counted else weight.numel()
         self.num_bytes += head.num_bytes
-        return head
+        rows = slice(share * parallel.tp_rank, share * (parallel.tp_rank + 1))
+        part = ProjectionPart("lm_head", spec.vocab_size, spec.hidden_size, rows, slice(None))
+        return Projection(head, (part,))
 
     def layer(self, prefix: str, index: int, local_index: int) -> DecoderLayer:
         """The layer whose tensors have this prefix, of the kind of layer `index`."""
@@ -225,7 +222,7 @@ class DecoderBuilder:
         )
         return self._feed_forward(rows, down)
 
-    def _feed_forward(self, gate_up: list[tuple[str, int, int, int]], down: Linear) -> FeedForward:
+    def _feed_forward(self, gate_up: list[tuple[str, int, int, int]], down: Projection) -> FeedForward:
         """gate_up: the parts of the projection in the form that `_rows_linear` takes."""
         spec = self.spec
         return GatedFeedForward(
@@ -279,7 +276,7 @@ class DecoderBuilder:
 
     def _rows_linear(
         self, parts: list[tuple[str, int, int, int]], num_columns: int, has_bias: bool, pack: PackLinear
-    ) -> Linear:
+    ) -> Projection:
         """One projection of several parts, each given as (name, total rows, first row, rows of this rank)."""
         weight = torch.cat(
             [
@@ -292,11 +289,15 @@ class DecoderBuilder:
             bias = torch.cat(
                 [self._read(name + ".bias", (total,), 0, first, count) for name, total, first, count in parts]
             )
-        return self._packed(weight, bias, self.quantization, pack)
+        shares = [
+            ProjectionPart(name, total, num_columns, slice(first, first + count), slice(None))
+            for name, total, first, count in parts
+        ]
+        return Projection(self._packed(weight, bias, self.quantization, pack), tuple(shares))
 
     def _columns_linear(
         self, name: str, num_rows: int, total: int, first: int, count: int, has_bias: bool
-    ) -> Linear:
+    ) -> Projection:
         """A projection of which each rank holds a share of the inputs; the ranks' results add up."""
         weight = self._read(name + ".weight", (num_rows, total), 1, first, count)
         bias = None
@@ -305,7 +306,8 @@ class DecoderBuilder:
             if self.parallel.tp_rank:
                 # The bias is added by one rank only.
                 bias = torch.zeros_like(bias)
-        return self._packed(weight, bias, self.quantization, self.ops.pack_linear)
+        part = ProjectionPart(name, num_rows, total, slice(None), slice(first, first + count))
+        return Projection(self._packed(weight, bias, self.quantization, self.ops.pack_linear), (part,))
 
     def _packed(self, weight: Tensor, bias: Tensor | None, quantization: str, pack: PackLinear) -> Linear:
         linear = pack(weight, bias, quantization=quantization)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +12,19 @@ from torch import Tensor
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import Largest
 from engine_svc.model.facts import KVShape
+from engine_svc.model.low_rank import (
+    Additions,
+    EmbeddingAdditions,
+    LowRankTargets,
+    Pack,
+    ProjectionPart,
+    make_targets,
+    pack_embedding,
+)
 from engine_svc.model.native.exchange import ExpertExchange, NoExchange
-from engine_svc.model.native.layers import DecoderLayer, SharedMixture
+from engine_svc.model.native.layers import DecoderLayer, Projection, SharedMixture
 from engine_svc.model.parallel import Parallel
-from triptych_kernels import FusedLayers, Linear, Ops
+from triptych_kernels import FusedLayers, Ops
 
 
 @dataclass(slots=True)
@@ -24,9 +34,17 @@ class TokenEmbedding:
     weight: Tensor  # [V / ranks, hidden]
     first_token_id: int
     parallel: Parallel
+    part: ProjectionPart
+    low_rank: EmbeddingAdditions | None = None  # None until adapters are enabled
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """token_ids: [T] int64. Returns [T, hidden], new memory."""
+    def __call__(self, token_ids: Tensor, slots: Tensor | None = None) -> Tensor:
+        """token_ids: [T] int64.  slots: [T] int64, see ForwardContext. Returns [T, hidden], new memory."""
+        x = self._look_up(token_ids)
+        if slots is not None and self.low_rank is not None:
+            self.low_rank.add(x, token_ids, slots)
+        return x
+
+    def _look_up(self, token_ids: Tensor) -> Tensor:
         if self.parallel.tp_size == 1:
             return F.embedding(token_ids, self.weight)
         indices = token_ids - self.first_token_id
@@ -45,15 +63,19 @@ class NativeDecoder:
     embedding: TokenEmbedding | None  # on the first stage
     layers: list[DecoderLayer]
     final_norm: Tensor | None  # on the last stage
-    head: Linear | None
+    head: Projection | None
     cos_sin: Tensor  # [max_positions, head_dim] fp32; where layers differ, [tables, ...]
     kv_shapes: tuple[KVShape, ...]
     hidden_size: int
     dtype: torch.dtype
     num_parameters: int
     num_bytes: int  # of this rank's parameters
-    fused: FusedLayers | None = None  # all layers as one op, if the ops have one
+    is_fusible: bool = False  # it is whole on this rank, so its layers may be one op
     exchange: ExpertExchange = field(default_factory=NoExchange)
+    fused: FusedLayers | None = field(init=False, default=None)  # all layers as one op, if the ops have one
+
+    def __post_init__(self) -> None:
+        self._fuse()
 
     @property
     def mixtures(self) -> list[SharedMixture]:
@@ -75,7 +97,7 @@ class NativeDecoder:
         x = self._last_hidden(token_ids, positions, logit_rows, context)
         if self.head is None:
             return x.new_empty(0, 0, dtype=torch.float32)
-        return self.logits(x)
+        return self.logits(x, context.low_rank_slots_of(logit_rows))
 
     def forward_greedy(
         self,
@@ -90,20 +112,45 @@ class NativeDecoder:
         if self.head is None:
             nothing = x.new_empty(0, dtype=torch.float32)
             return Largest(nothing[:, None], nothing, nothing.long())
-        if self.parallel.tp_size == 1:
-            return Largest(*self.ops.greedy_linear(self.head, x, kept))
-        logits = self.parallel.all_gather(self.head(x))
+        slots = context.low_rank_slots_of(logit_rows)
+        if self.parallel.tp_size == 1 and not self.head.adds(slots):
+            return Largest(*self.ops.greedy_linear(self.head.linear, x, kept))
+        logits = self.logits(x, slots)
         return Largest(logits.index_select(0, kept), *self.ops.greedy(logits))
 
-    def embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor, slots: Tensor | None = None) -> Tensor:
         """The embeddings [T, hidden] of tokens [T] int64, new memory; on the first stage."""
         assert self.embedding is not None, "the first stage has the embeddings"
-        return self.embedding(token_ids)
+        return self.embedding(token_ids, slots)
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
         """Logits [N, V] fp32 of hidden states [N, hidden] after the last norm; on the last stage."""
         assert self.head is not None, "the last stage has the head"
-        return self.parallel.all_gather(self.head(x))
+        return self.parallel.all_gather(self.head(x, slots))
+
+    def enable_low_rank(self, num_slots: int, max_rank: int) -> LowRankTargets:
+        """See LowRankModel. Experts and their routers take no additions."""
+        ops, device = self.ops, self.cos_sin.device
+        found: list[tuple[Additions, tuple[ProjectionPart, ...], Pack]] = []
+        if self.embedding is not None:
+            self.embedding.low_rank = EmbeddingAdditions()
+            found.append((self.embedding.low_rank, (self.embedding.part,), partial(pack_embedding, ops)))
+        projections = [projection for layer in self.layers for projection in layer.projections]
+        for projection in (*projections, *([self.head] if self.head is not None else [])):
+            widths = [len(range(part.out_features)[part.outputs]) for part in projection.parts]
+            (num_inputs,) = {len(range(part.in_features)[part.inputs]) for part in projection.parts}
+            projection.low_rank = ops.make_low_rank(
+                num_inputs, widths, num_slots, max_rank, self.dtype, device
+            )
+            found.append((projection.low_rank, projection.parts, ops.pack_low_rank))
+        self._fuse()
+        return make_targets(found)
+
+    def _fuse(self) -> None:
+        dense = [layer.as_dense() for layer in self.layers] if self.is_fusible else []
+        layers = [layer for layer in dense if layer is not None]
+        if layers and len(layers) == len(self.layers) and self.final_norm is not None:
+            self.fused = self.ops.fuse_layers(layers, self.final_norm, self.cos_sin)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """x: [T, hidden]. As the norms of the layers, with this weight."""
@@ -139,7 +186,9 @@ class NativeDecoder:
         kept = () if context.hidden is None else context.hidden.layers
         if self.fused is not None and not kept:
             layers, slots, attention = context.layers, context.slot_mappings, context.attention
-            return self.fused(residual, positions, logit_rows, layers, slots, attention)
+            return self.fused(
+                residual, positions, logit_rows, layers, slots, attention, context.low_rank_slots
+            )
         x = self.ops.rms_norm(residual, self.layers[0].input_norm, self.layers[0].eps)
         rows = logit_rows if self.head is not None else None
         last = len(self.layers) - 1
@@ -159,7 +208,7 @@ class NativeDecoder:
 
     def _enter(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
         if self.embedding is not None:
-            x = self.embed(token_ids)
+            x = self.embed(token_ids, context.low_rank_slots)
             if context.embedded is not None:
                 x.index_copy_(0, context.embedded.positions, context.embedded.rows)
             return x

@@ -14,8 +14,8 @@ from engine_svc.model.context import ForwardContext
 from engine_svc.model.elementwise import in_whole_vectors
 from engine_svc.model.native.build import DecoderBuilder
 from engine_svc.model.native.decoder import NativeDecoder
-from engine_svc.model.native.layers import Attention, DecoderLayer, FeedForward
-from triptych_kernels import DenseLayer, Linear, Ops
+from engine_svc.model.native.layers import Attention, DecoderLayer, FeedForward, Projection
+from triptych_kernels import DenseLayer, Ops
 
 
 def norm(ops: Ops, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -38,7 +38,7 @@ class GemmaAttention(Attention):
         self, x: Tensor, positions: Tensor, cos_sin: Tensor, context: ForwardContext, rows: Tensor | None
     ) -> Tensor:
         """Compute attention; arguments are those of `Attention`."""
-        qkv = self.qkv(x)
+        qkv = self.qkv(x, context.low_rank_slots)
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
         heads = qkv.view(x.shape[0], num_heads + 2 * num_kv_heads, self.head_dim)
         for part, weight in (
@@ -54,14 +54,14 @@ class GemmaAttention(Attention):
 class GeluFeedForward:
     """down(gelu(gate(x)) * up(x)), with gate and up in one projection."""
 
-    gate_up: Linear
-    down: Linear
+    gate_up: Projection
+    down: Projection
     activation: Callable[[Tensor], Tensor]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, hidden]. Returns [T, hidden], this rank's share of it."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self.activation(gate) * up)
+    def __call__(self, x: Tensor, slots: Tensor | None) -> Tensor:
+        """x: [T, hidden].  slots: [T]. Returns [T, hidden], this rank's share of it."""
+        gate, up = self.gate_up(x, slots).chunk(2, dim=-1)
+        return self.down(self.activation(gate) * up, slots)
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class GemmaLayer(DecoderLayer):
             residual = residual[rows]
         residual.add_(norm(self.ops, attended, self.post_attention_norm, self.eps))
         x = norm(self.ops, residual, self.pre_feed_forward_norm, self.eps)
-        added = self.parallel.all_reduce(self.feed_forward(x))
+        added = self.parallel.all_reduce(self.feed_forward(x, context.low_rank_slots_of(rows)))
         return norm(self.ops, added, self.post_feed_forward_norm, self.eps), residual
 
 
@@ -121,8 +121,8 @@ class GemmaDecoder(NativeDecoder):
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return norm(self.ops, x, weight, self.layers[0].eps)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return super().embed(token_ids).mul_(self._embedding_scale)
+    def embed(self, token_ids: Tensor, slots: Tensor | None = None) -> Tensor:
+        return super().embed(token_ids, slots).mul_(self._embedding_scale)
 
     @cached_property
     def _embedding_scale(self) -> float:
@@ -155,7 +155,7 @@ class GemmaBuilder(DecoderBuilder):
             post_feed_forward_norm=self.vector(prefix + "post_feedforward_layernorm.weight", hidden),
         )
 
-    def _feed_forward(self, gate_up: list[tuple[str, int, int, int]], down: Linear) -> FeedForward:
+    def _feed_forward(self, gate_up: list[tuple[str, int, int, int]], down: Projection) -> FeedForward:
         activation = _even_gelu if self.ops.is_batch_invariant else _gelu
         return GeluFeedForward(
             self._rows_linear(gate_up, self.spec.hidden_size, False, self.ops.pack_linear), down, activation

@@ -9,16 +9,36 @@ import torch
 from torch import Tensor
 
 from engine_svc.model.context import ForwardContext
+from engine_svc.model.low_rank import ProjectionPart
 from engine_svc.model.native.exchange import ExpertExchange
 from engine_svc.model.parallel import Parallel
-from triptych_kernels import DenseLayer, Experts, Linear, Ops
+from triptych_kernels import DenseLayer, Experts, LayerLowRank, Linear, LowRank, Ops
 
 
 class FeedForward(Protocol):
     """The network after attention in a layer."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, hidden]. Returns [T, hidden], this rank's share of it."""
+    def __call__(self, x: Tensor, slots: Tensor | None) -> Tensor:
+        """x: [T, hidden].  slots: [T], see ForwardContext. Returns [T, hidden], this rank's share of it."""
+
+
+@dataclass(slots=True)
+class Projection:
+    """A linear op, of a weight of the checkpoint or of several side by side, and what adapters add to it."""
+
+    linear: Linear
+    parts: tuple[ProjectionPart, ...]
+    low_rank: LowRank | None = None  # None until adapters are enabled
+
+    def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
+        """x: [T, inputs].  slots: [T] int64, see ForwardContext. Returns [T, outputs]."""
+        if slots is None or self.low_rank is None or self.low_rank.is_empty:
+            return self.linear(x)
+        return self.linear(x, self.low_rank(x, slots))
+
+    def adds(self, slots: Tensor | None) -> bool:
+        """Whether any token may get additions."""
+        return slots is not None and self.low_rank is not None and not self.low_rank.is_empty
 
 
 @dataclass(slots=True)
@@ -27,8 +47,8 @@ class Attention:
 
     ops: Ops
     layer: int  # index among this rank's attention layers
-    qkv: Linear
-    out: Linear
+    qkv: Projection
+    out: Projection
     num_heads: int  # on this rank, as num_kv_heads
     num_kv_heads: int
     head_dim: int
@@ -43,7 +63,13 @@ class Attention:
     ) -> Tensor:
         """x: [T, hidden]. Returns [T, hidden], this rank's share; if `rows` are given, only of these."""
         return self.attend(
-            self.qkv(x), positions, cos_sin, context, rows, query_norm=self.query_norm, key_norm=self.key_norm
+            self.qkv(x, context.low_rank_slots),
+            positions,
+            cos_sin,
+            context,
+            rows,
+            query_norm=self.query_norm,
+            key_norm=self.key_norm,
         )
 
     def attend(
@@ -81,31 +107,34 @@ class Attention:
             scale=self.scale,
             window=self.window,
         ).reshape(num_tokens, num_heads * head_dim)
-        return self.out(attended if rows is None else attended[rows])
+        return self.out(attended if rows is None else attended[rows], context.low_rank_slots_of(rows))
 
 
 @dataclass(slots=True)
 class GatedFeedForward:
     """down(silu(gate(x)) * up(x)), with gate and up in one projection."""
 
-    gate_up: Linear  # with silu(gate) * up as its result
-    down: Linear
+    gate_up: Projection  # with silu(gate) * up as its result
+    down: Projection
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, hidden]. Returns [T, hidden], this rank's share of it."""
-        return self.down(self.gate_up(x))
+    def __call__(self, x: Tensor, slots: Tensor | None) -> Tensor:
+        """x: [T, hidden].  slots: [T]. Returns [T, hidden], this rank's share of it."""
+        return self.down(self.gate_up(x, slots), slots)
 
 
 @dataclass(slots=True)
 class MixtureOfExperts:
-    """A router that chooses experts for each token, and their weighted sum. Every rank routes every token."""
+    """A router that chooses experts for each token, and their weighted sum. Every rank routes every token.
+
+    Adapters add nothing to it.
+    """
 
     router: Linear
     experts: Experts
     num_chosen: int
     normalizes: bool
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
         """x: [T, hidden]. Returns [T, hidden], the part of this rank's experts."""
         scores = torch.softmax(self.router(x).float(), dim=-1)
         weights, expert_ids = torch.topk(scores, self.num_chosen, dim=-1)
@@ -122,7 +151,7 @@ class SharedMixture:
     exchange: ExpertExchange
     is_last_layer: bool
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
         """x: [T, hidden]. Returns [T, hidden]; also serves the tokens of the other engines."""
         tokens = self.exchange.gather(x, is_last_layer=self.is_last_layer)
         if not tokens.shape[0]:
@@ -150,19 +179,36 @@ class DecoderLayer:
             return None
         return DenseLayer(
             input_norm=self.input_norm,
-            qkv=attention.qkv,
+            qkv=attention.qkv.linear,
             query_norm=attention.query_norm,
             key_norm=attention.key_norm,
-            out=attention.out,
+            out=attention.out.linear,
             post_attention_norm=self.post_attention_norm,
-            gate_up=network.gate_up,
-            down=network.down,
+            gate_up=network.gate_up.linear,
+            down=network.down.linear,
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
             window=attention.window,
             eps=self.eps,
+            low_rank=LayerLowRank(
+                attention.qkv.low_rank,
+                attention.out.low_rank,
+                network.gate_up.low_rank,
+                network.down.low_rank,
+            ),
         )
+
+    @property
+    def projections(self) -> list[Projection]:
+        """Those that adapters may add to, in the order in which a forward runs them."""
+        attention, network = self.attention, self.feed_forward
+        of_network = [
+            projection
+            for name in ("gate_up", "down")
+            if isinstance(projection := getattr(network, name, None), Projection)
+        ]
+        return [attention.qkv, attention.out, *of_network]
 
     def __call__(
         self,
@@ -181,4 +227,5 @@ class DecoderLayer:
         if rows is not None:
             residual = residual[rows]
         x = self.ops.add_rms_norm(attended, residual, self.post_attention_norm, self.eps)
-        return self.parallel.all_reduce(self.feed_forward(x)), residual
+        added = self.feed_forward(x, context.low_rank_slots_of(rows))
+        return self.parallel.all_reduce(added), residual

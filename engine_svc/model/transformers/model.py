@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,17 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from engine_svc.model.context import EmbeddedTokens, ForwardContext, HiddenStates
 from engine_svc.model.errors import UnsupportedModel
+from engine_svc.model.low_rank import (
+    Additions,
+    EmbeddingAdditions,
+    LowRankTargets,
+    Pack,
+    ProjectionPart,
+    make_targets,
+    pack_embedding,
+)
 from engine_svc.model.transformers.batch_invariance import make_elementwise_invariant, prepack_calls
-from engine_svc.model.transformers.packing import prepack_experts, prepack_projections
+from engine_svc.model.transformers.packing import PackedProjection, prepack_experts, prepack_projections
 from triptych_kernels import Ops
 
 # Parameters of position embeddings that compute positions from the length of a cache.
@@ -68,6 +78,7 @@ class TransformersModel:
         self._last_position: int | None = None
         self._positions: Tensor | None = None
         self._context: ForwardContext | None = None
+        self._logit_rows: Tensor | None = None  # of the step, if the head computes only these
         self._layer = 0
         parameters = inspect.signature(module.forward).parameters
         self._takes_logit_rows = "logits_to_keep" in parameters
@@ -159,7 +170,7 @@ class TransformersModel:
 
         token_ids, positions: [T] int64.  logit_rows: [N] int64, indices in the step.
         """
-        self._context = context
+        self._context, self._logit_rows = context, logit_rows if self._takes_logit_rows else None
         self._layer = 0
         with nullcontext() if context.last is None else self._kept(context.last):
             logits = self._run(token_ids, positions, logit_rows, context.embedded)
@@ -181,6 +192,52 @@ class TransformersModel:
             yield
         finally:
             handle.remove()
+
+    def enable_low_rank(self, num_slots: int, max_rank: int) -> LowRankTargets:
+        """See LowRankModel. Only projections that were packed take additions, and the table of embeddings."""
+        ops, head = self.ops, self.module.get_output_embeddings()  # type: ignore[no-untyped-call]
+        found: list[tuple[Additions, tuple[ProjectionPart, ...], Pack]] = []
+        for name, module in self.module.named_modules():
+            if isinstance(module, PackedProjection):
+                low_rank = ops.make_low_rank(
+                    module.in_features,
+                    [module.out_features],
+                    num_slots,
+                    max_rank,
+                    module.weight.dtype,
+                    module.weight.device,
+                )
+                module.add_low_rank(low_rank, self._head_slots if module is head else self._slots)
+                part = _whole(name, module.out_features, module.in_features)
+                found.append((low_rank, (part,), ops.pack_low_rank))
+            elif (
+                module is self.module.get_input_embeddings() and type(module).forward is nn.Embedding.forward
+            ):
+                found.append(self._add_to_embedding(name, module))
+        return make_targets(found)
+
+    def _add_to_embedding(
+        self, name: str, module: nn.Module
+    ) -> tuple[Additions, tuple[ProjectionPart, ...], Pack]:
+        additions = EmbeddingAdditions()
+
+        def add(_: nn.Module, arguments: tuple[Tensor, ...], found: Tensor) -> Tensor:
+            slots = self._slots()
+            if slots is None:
+                return found
+            rows = found.flatten(0, -2)
+            additions.add(rows, arguments[0].flatten(), slots)
+            return rows.view_as(found)
+
+        module.register_forward_hook(add)
+        num_tokens, hidden = module.get_parameter("weight").shape
+        return additions, (_whole(name, hidden, num_tokens),), partial(pack_embedding, self.ops)
+
+    def _slots(self) -> Tensor | None:
+        return None if self._context is None else self._context.low_rank_slots
+
+    def _head_slots(self) -> Tensor | None:
+        return None if self._context is None else self._context.low_rank_slots_of(self._logit_rows)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[T, hidden], the input of the module's first layer."""
@@ -295,3 +352,7 @@ class TransformersModel:
         )
         # Some models view the result in another shape, which requires contiguous memory.
         return attended[None].to(call.value.dtype).contiguous()
+
+
+def _whole(name: str, out_features: int, in_features: int) -> ProjectionPart:
+    return ProjectionPart(name, out_features, in_features, slice(None), slice(None))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from triptych_kernels import REFERENCE, Experts, Linear, Ops
+from triptych_kernels import REFERENCE, Experts, Linear, LowRank, Ops
 
 _NUM_GATE_SAMPLES = 64
 
@@ -75,13 +75,28 @@ class PackedProjection(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
         self._linear = linear
+        self._low_rank: LowRank | None = None
+        self._slots: Callable[[], Tensor | None] = _no_slots
+
+    def add_low_rank(self, low_rank: LowRank, slots: Callable[[], Tensor | None]) -> None:
+        """Add these from now on. slots: of the rows of the present call, see ForwardContext."""
+        self._low_rank, self._slots = low_rank, slots
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features] of the weight's dtype. Returns [..., out_features]."""
         rows = x.reshape(-1, self.in_features)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
-        return self._linear(rows).view(*x.shape[:-1], self.out_features)
+        slots = self._slots()
+        if slots is None or self._low_rank is None:
+            out = self._linear(rows)
+        else:
+            out = self._linear(rows, self._low_rank(rows, slots))
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+def _no_slots() -> None:
+    return None
 
 
 def prepack_experts(model: nn.Module, ops: Ops) -> int:

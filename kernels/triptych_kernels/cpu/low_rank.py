@@ -86,6 +86,10 @@ class NativeLowRank:
     def num_bytes(self) -> int:
         return self._numbers.nbytes
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._matrices
+
     def keeps(self, dtype: torch.dtype) -> bool:
         """Whether rows of this dtype are multiplied."""
         return self._shape.dtype is dtype

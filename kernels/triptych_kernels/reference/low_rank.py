@@ -103,6 +103,10 @@ class _PlainLowRank:
         self._shape = shape
         self._matrices: dict[int, Sequence[PlainMatrices | None]] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._matrices
+
     def put(self, slot: int, matrices: Sequence[LowRankMatrices | None]) -> None:
         self._shape.check_put(slot, matrices)
         self._matrices[slot] = [_plain(part) for part in matrices]

@@ -108,6 +108,7 @@ class TritonLowRank:
     def __init__(self, shape: LowRankShape, device: torch.device) -> None:
         self.in_features, self.out_features = shape.in_features, sum(shape.widths)
         self._shape = shape
+        self._used: set[int] = set()
 
         def zeros(*size: int, dtype: torch.dtype = shape.dtype) -> Tensor:
             return torch.zeros(shape.num_slots, *size, dtype=dtype, device=device)
@@ -121,11 +122,16 @@ class TritonLowRank:
     def num_bytes(self) -> int:
         return sum(part.nbytes for part in (*self._downs, *self._ups, *self._scales))
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._used
+
     def put(self, slot: int, matrices: Sequence[LowRankMatrices | None]) -> None:
         self._shape.check_put(slot, matrices)
         if not all(part is None or isinstance(part, PlainMatrices) for part in matrices):
             raise ValueError("matrices are packed for another device")
         self.clear(slot)
+        self._used.add(slot)
         for index, part in enumerate(matrices):
             if isinstance(part, PlainMatrices):
                 self._downs[index][slot, : part.rank] = part.down
@@ -134,6 +140,7 @@ class TritonLowRank:
 
     def clear(self, slot: int) -> None:
         self._shape.check_slot(slot)
+        self._used.discard(slot)
         for slots in (*self._downs, *self._ups, *self._scales):
             slots[slot] = 0
 
