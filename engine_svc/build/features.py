@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,21 +26,17 @@ def wire_features(config: EngineConfig) -> WireFeatures:
 
 
 def scheduler_features(config: EngineConfig, context: SchedulerContext) -> Sequence[SchedulerFeature]:
-    replayed = {
-        module.__name__.split(".")[-2]: options
-        for module in _modules("scheduler")
-        if hasattr(module, "replay_options") and (options := module.replay_options(config)) is not None
+    options_of = {
+        name: options(config) for name, options in _functions("scheduler", "replay_options").items()
     }
+    replayed = {name: options for name, options in options_of.items() if options is not None}
     return _make("scheduler", config, replace(context, replayed=replayed))
 
 
 def replayed_features(options: Mapping[str, Mapping[str, int]]) -> Sequence[SchedulerFeature]:
     """What decides with the scheduler in a replay.  options: see SchedulerContext."""
-    return [
-        module.replayed(options[name])
-        for module in _modules("scheduler")
-        if (name := module.__name__.split(".")[-2]) in options
-    ]
+    make = _functions("scheduler", "replayed")
+    return [make[name](options[name]) for name in options]
 
 
 def runner_features(
@@ -53,8 +49,7 @@ def runner_features(
 
 def reserved_bytes(config: EngineConfig) -> int:
     """The memory of a rank's device that features will take once there are requests."""
-    reserves = [module.reserved_bytes for module in _modules("options") if hasattr(module, "reserved_bytes")]
-    return sum(reserve(config) for reserve in reserves)
+    return sum(reserved(config) for reserved in _functions("options", "reserved_bytes").values())
 
 
 def extra_types() -> list[type[Extra]]:
@@ -66,6 +61,12 @@ def _make(half: str, *arguments: object) -> list[Any]:
     """The halves of this name of all enabled features; `make` returns None for a disabled one."""
     made = [module.make(*arguments) for module in _modules(half)]
     return [feature for feature in made if feature is not None]
+
+
+def _functions(half: str, name: str) -> dict[str, Callable[..., Any]]:
+    """The function of this name in the halves of features that have one, by the names of the features."""
+    modules = {module.__name__.split(".")[-2]: vars(module) for module in _modules(half)}
+    return {feature: members[name] for feature, members in modules.items() if name in members}
 
 
 def _modules(name: str) -> list[Any]:

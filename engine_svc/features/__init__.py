@@ -17,6 +17,7 @@ FEATURES = (
     "log_steps",
     "sched_trace",
     "nan_counts",
+    "adapters",
     "prompt_embeds",
     "prompt_logprobs",
     "token_rules",

@@ -18,6 +18,7 @@ from tests.architecture.sources import ROOT
 
 # Words that name a feature, all of which an identifier has to have. The model computes embeddings.
 NAMES = {
+    "adapters": [{"lora"}],
     "request_events": [{"request", "events"}],
     "request_spans": [{"request", "spans"}, {"llm", "request"}],
     "kv_events": [{"kv", "events"}],
@@ -42,6 +43,7 @@ _SUBSCRIPTION = dict.fromkeys(
     "messages of a call that any engine serves",
 )
 ALLOWED = {
+    "adapters": {},
     "request_events": _SUBSCRIPTION,
     "kv_events": _SUBSCRIPTION | {"engine_svc/build/engine.py": "makes the log that the call reads"},
     "penalties": {

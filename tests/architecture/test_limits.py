@@ -39,6 +39,8 @@ _OWN = "the service's own work and memory"
 ALLOWED = {
     "engine_svc/admin/watch.py MAX_WATCHERS": _OWN,
     "engine_svc/adoption/orphaned_requests.py _MAX_REQUESTS": _OWN,
+    "engine_svc/features/adapters/wire.py MAX_ADAPTERS": _OWN,
+    "engine_svc/features/adapters/wire.py {1,64}": "also of folders, which are in no message",
     "engine_svc/session/servicer.py _MAX_KV_SUBSCRIPTIONS": _OWN,
     "engine_svc/session/servicer.py _MAX_PARKED_SESSIONS": _OWN,
     "engine_svc/tensors/blobs.py _MAX_UPLOADS": _OWN,
@@ -46,6 +48,7 @@ ALLOWED = {
     "engine_svc/tensors/host_tensor.py MAX_MODERATE": "the range of float16",
     "engine_svc/tensors/source.py _MAX_HELD_BYTES": _OWN,
     "engine_svc/tensors/source.py _MAX_STORE_BYTES": _OWN,
+    "frontend_svc/options/adapter.py _MAX_NEEDS": _OWN,
     "frontend_svc/protocols/openai/requests.py _MAX_PROMPTS": "of a list that the contract does not have",
     "frontend_svc/tensors/uploads.py MAX_TRIES": _OWN,
     "frontend_svc/tensors/uploads.py MAX_UPLOADS": _OWN,

@@ -177,24 +177,35 @@ def _plans_of(conditions: Sequence[Condition], folder: Path) -> tuple[StackPlan,
     kept = [condition for condition in conditions if condition.is_kept]
     has_mixture = any(condition.model == MIXTURE for condition in kept)
     model = _make_mixture(folder / MIXTURE) if has_mixture else embedded_model()
+    adapters = _make_adapters(folder / "adapters", model)
     disturbed = StackPlan(
         tensor_parallel_size=max((condition.tensor_parallel_size for condition in kept), default=1),
         engine_flags=(
             *_ONE_STEP,
-            *_engine_flags(conditions, model),
+            *_engine_flags(conditions, model, adapters),
             f"--sched-trace-path={folder / _TRACE.replace('*', '')}",
         ),
         frontend_flags=_FRONTEND_FLAGS,
         model=model,
     )
-    alone_flags = (*_ONE_STEP, *_NO_CACHE, *_engine_flags(kept, model))
+    alone_flags = (*_ONE_STEP, *_NO_CACHE, *_engine_flags(kept, model, adapters))
     return disturbed, replace(disturbed, engine_flags=alone_flags, num_engines=1)
 
 
-def _engine_flags(conditions: Sequence[Condition], model: Path) -> list[str]:
+def _engine_flags(conditions: Sequence[Condition], model: Path, adapters: Path) -> list[str]:
     # The last one of a kind counts.
     flags = [*ENGINE_FLAGS, *(flag for condition in conditions for flag in condition.flags)]
-    return [flag.replace("{model}", str(model)) for flag in flags]
+    return [flag.replace("{model}", str(model)).replace("{adapters}", str(adapters)) for flag in flags]
+
+
+def _make_adapters(folder: Path, model: Path) -> Path:
+    # Imported here, as torch takes long to import.
+    from tests.engine_svc.features.adapters.folders import write_adapter
+
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    for seed, (name, rank) in enumerate({"first": 4, "second": 16, "third": 8}.items()):
+        write_adapter(folder / name, model, seed=seed, rank=rank, modules=attention)
+    return folder
 
 
 def _make_mixture(folder: Path) -> Path:

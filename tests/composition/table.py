@@ -32,7 +32,7 @@ class Option:
 class Condition:
     """Of the engines. What answers depend on is kept where a request is alone.
 
-    flags: {model} in them is the folder of the model.
+    flags: {model} in them is the folder of the model, {adapters} that of its adapters.
     """
 
     name: str
@@ -103,12 +103,12 @@ OPTIONS = (
     Option("output_kind FINAL_ONLY", 0.15, among(OUTPUT_KIND_FINAL_ONLY), "output_kind"),
     Option("orphan_grace_ms", 0.2, among(5000)),
     Option("structured_output", 0.2, draws.structured_output),
-    Option("adapter", 0.01, among("none")),
+    Option("adapter", 0.3, among("first", "second", "third")),
     Option("media", 0.01, among([generate_pb2.Media(mime_type="image/png")])),
 )
 
 # Of every engine, for what has to be turned on.
-ENGINE_FLAGS = ("--enable-prompt-embeds",)
+ENGINE_FLAGS = ("--enable-prompt-embeds", "--enable-lora", "--max-loras=2", "--lora-dir={adapters}")
 
 CONDITIONS = (
     Condition("chunked prefill", ("--max-num-batched-tokens=24",)),
@@ -153,7 +153,6 @@ REFUSALS = (
     _refused("embeds", "prompt_logprobs", field="sampling.prompt_logprobs", reason=_NEEDS_TOKENS),
     _refused("embeds", "return_prompt_token_ids", field="return_prompt_token_ids", reason=_NEEDS_TOKENS),
     _refused("embeds", "truncate_prompt_tokens", field="truncate_prompt_tokens", reason=_NEEDS_TOKENS),
-    _refused("adapter", status="NOT_FOUND", field="adapter", reason="is not one of the model"),
     _refused("media", field="media", **_SERVED_LATER),
 )  # fmt: skip
 

@@ -15,8 +15,13 @@ from engine_svc.cache.config import CacheConfig
 from engine_svc.core.request import FinishReason, Request, RequestOutput
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import StepPlan, StepResult
+from engine_svc.features.adapters.extras import AdapterUse
+from engine_svc.features.adapters.scheduler import AdapterLimits
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
+from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 from tests.conformance.grammars import BLOCKER, Grammars
+from triptych_kit.clock import MonotonicClock
+from triptych_kit.telemetry.metrics import Metrics
 
 KINDS = {
     "full": lambda group: FullAttention(group["block_size"]),
@@ -26,6 +31,7 @@ KINDS = {
 
 # What a case may need besides a scheduler, one feature a line: its cases are replayed from then on.
 CAPABILITIES = (
+    "adapters",
     "chunked_local",
     "grammar",
     "pipeline",
@@ -51,12 +57,15 @@ class ReplayEngine:
         self._is_paused = False
         self._failed: set[str] = set()  # whose grammars failed, and which are still waiting
         self._limits = (config["max_num_seqs"], config["max_num_batched_tokens"])
-        core = build_core(
-            SchedulerConfig(**_of(SchedulerConfig, config)),
-            CacheConfig(config["num_gpu_blocks"], groups, **_of(CacheConfig, config)),
-            policy=config["policy"],
-            features=[self._grammars],
-        )
+        scheduler = SchedulerConfig(**_of(SchedulerConfig, config))
+        cache = CacheConfig(config["num_gpu_blocks"], groups, **_of(CacheConfig, config))
+        features: list[SchedulerFeature] = [self._grammars]
+        if max_adapters := config.get("max_adapters"):
+            context = SchedulerContext(
+                MonotonicClock(), lambda work: work(), scheduler, cache, Metrics("engine")
+            )
+            features.append(AdapterLimits(max_adapters, max_adapters, context))
+        core = build_core(scheduler, cache, policy=config["policy"], features=features)
         self._scheduler, self._kv_cache = core.scheduler, core.kv_cache
         self._plans: list[StepPlan] = []
         self._finished: set[str] = set()
@@ -67,7 +76,11 @@ class ReplayEngine:
         sampling = SamplingParams(**options, skip_reading_prefix_cache=request["skip_prefix_lookup"])
         prompt, salt = request["prompt"].copy(), request["cache_salt"] or ""
         order = {"priority": request["priority"], "arrival_at": request["arrival_time"]}
-        added = Request(request["id"], prompt, len(prompt), sampling, cache_salt=salt, **order)
+        adapter = request.get("adapter")
+        keys = () if adapter is None else (AdapterUse(adapter, "", digest=adapter).cache_key,)
+        added = Request(
+            request["id"], prompt, len(prompt), sampling, cache_salt=salt, extra_keys=keys, **order
+        )
         self._grammars.note(added, request.get("grammar"))
         self._scheduler.add(added)
 

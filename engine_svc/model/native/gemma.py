@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -62,6 +62,10 @@ class GeluFeedForward:
         """x: [T, hidden].  slots: [T]. Returns [T, hidden], this rank's share of it."""
         gate, up = self.gate_up(x, slots).chunk(2, dim=-1)
         return self.down(self.activation(gate) * up, slots)
+
+    @property
+    def projections(self) -> Sequence[Projection]:
+        return self.gate_up, self.down
 
 
 @dataclass(slots=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,10 @@ class FeedForward(Protocol):
 
     def __call__(self, x: Tensor, slots: Tensor | None) -> Tensor:
         """x: [T, hidden].  slots: [T], see ForwardContext. Returns [T, hidden], this rank's share of it."""
+
+    @property
+    def projections(self) -> Sequence[Projection]:
+        """Those that adapters may add to."""
 
 
 @dataclass(slots=True)
@@ -121,6 +126,10 @@ class GatedFeedForward:
         """x: [T, hidden].  slots: [T]. Returns [T, hidden], this rank's share of it."""
         return self.down(self.gate_up(x, slots), slots)
 
+    @property
+    def projections(self) -> Sequence[Projection]:
+        return self.gate_up, self.down
+
 
 @dataclass(slots=True)
 class MixtureOfExperts:
@@ -133,6 +142,7 @@ class MixtureOfExperts:
     experts: Experts
     num_chosen: int
     normalizes: bool
+    projections: ClassVar[Sequence[Projection]] = ()
 
     def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
         """x: [T, hidden]. Returns [T, hidden], the part of this rank's experts."""
@@ -150,6 +160,7 @@ class SharedMixture:
     mixture: MixtureOfExperts
     exchange: ExpertExchange
     is_last_layer: bool
+    projections: ClassVar[Sequence[Projection]] = ()
 
     def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
         """x: [T, hidden]. Returns [T, hidden]; also serves the tokens of the other engines."""
@@ -202,13 +213,7 @@ class DecoderLayer:
     @property
     def projections(self) -> list[Projection]:
         """Those that adapters may add to, in the order in which a forward runs them."""
-        attention, network = self.attention, self.feed_forward
-        of_network = [
-            projection
-            for name in ("gate_up", "down")
-            if isinstance(projection := getattr(network, name, None), Projection)
-        ]
-        return [attention.qkv, attention.out, *of_network]
+        return [self.attention.qkv, self.attention.out, *self.feed_forward.projections]
 
     def __call__(
         self,

@@ -1,0 +1,229 @@
+"""Folders of LoRA adapters as PEFT saves them: what they hold, and whether that fits a model. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine_svc.model.errors import CheckpointError, listed
+from engine_svc.model.loading.folder import HeaderEntry, read_header, read_json_object, weight_files
+
+# Why an adapter cannot be served.
+AdapterError = CheckpointError
+
+CONFIG_NAME = "adapter_config.json"
+_WEIGHTS_NAME = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_MAX_BYTES = 16 << 30
+# By dtype of the file: an integer of the same size, and the bits of the exponent, all set if not finite.
+_FINITE: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
+    "F32": (np.uint32, 0x7F800000),
+    "BF16": (np.uint16, 0x7F80),
+    "F16": (np.uint16, 0x7C00),
+}
+# What an adapter may have beside additions, by the key that turns it on.
+_REFUSED = {
+    "use_dora": "DoRA",
+    "lora_bias": "a bias of its own",
+    "modules_to_save": "whole modules",
+    "layer_replication": "layers that are repeated",
+    "target_parameters": "additions to experts, or to other parameters that are no module",
+    "trainable_token_indices": "whole embeddings of tokens",
+    "alora_invocation_tokens": "tokens that activate it (aLoRA)",
+    "use_qalora": "additions to quantized groups (QALoRA)",
+    "megatron_config": "layers of Megatron",
+}
+_PARTS = {
+    "lora_A.weight": "down",
+    "lora_B.weight": "up",
+    "lora_embedding_A": "down",
+    "lora_embedding_B": "up",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeight:
+    """The addition to the weight of one module: scale * up down, [outputs, rank] and [rank, inputs]."""
+
+    module: str
+    down: HeaderEntry
+    up: HeaderEntry
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """An adapter that fits the model. digest: hex sha256 of its config and its weights file."""
+
+    folder: Path
+    digest: str
+    rank: int  # the highest
+    weights: tuple[AdapterWeight, ...]
+    data_offset: int  # of the tensors in the file
+
+    @property
+    def path(self) -> Path:
+        """The file of the weights."""
+        return self.folder / _WEIGHTS_NAME
+
+    @property
+    def num_elements(self) -> int:
+        return sum(each.down.num_elements + each.up.num_elements for each in self.weights)
+
+
+def module_shapes(model: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights of a model's modules, by the names of the modules. CheckpointError."""
+    shapes = {
+        entry.name.removesuffix(".weight"): entry.shape
+        for path in weight_files(model)
+        for entry in read_header(path).entries
+        if entry.name.endswith(".weight")
+    }
+    for name, shape in list(shapes.items()):
+        # A head that is tied to the embeddings has no weight of its own.
+        if name.endswith("embed_tokens"):
+            shapes.setdefault("lm_head", shape)
+    return shapes
+
+
+def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]], max_rank: int) -> AdapterFiles:
+    """The adapter in a folder. Reads everything once.
+
+    shapes: see `module_shapes`. Raises CheckpointError for one that cannot be read, has what is not served,
+    or does not fit the model: key, value and limit.
+    """
+    config = read_json_object(folder / CONFIG_NAME)
+    _check_config(folder, config, max_rank)
+    path = folder / _WEIGHTS_NAME
+    if not path.is_file():
+        pickles = sorted(each.name for pattern in ("*.bin", "*.pt", "*.pth") for each in folder.glob(pattern))
+        why = f", but {pickles[0]}: files that run code when read are refused" if pickles else ""
+        raise CheckpointError(f"{folder} has no {_WEIGHTS_NAME}{why}")
+    size = path.stat().st_size
+    if size > _MAX_BYTES:
+        raise CheckpointError(f"{path} has {size} bytes, the limit is {_MAX_BYTES}")
+    header = read_header(path)
+    weights = [
+        _weight(path, module, parts, config, shapes, max_rank)
+        for module, parts in sorted(_by_module(path, header.entries).items())
+    ]
+    if not weights:
+        raise CheckpointError(f"{path} has no tensors")
+    digest = hashlib.sha256((folder / CONFIG_NAME).read_bytes())
+    content = np.memmap(path, dtype=np.uint8, mode="r")
+    digest.update(memoryview(content))  # type: ignore[arg-type]  # The stubs do not know that arrays are buffers.
+    for weight in weights:
+        for entry in (weight.down, weight.up):
+            _check_finite(
+                path, entry, content[header.data_offset + entry.start : header.data_offset + entry.end]
+            )
+    return AdapterFiles(
+        folder,
+        digest.hexdigest(),
+        max(weight.down.shape[0] for weight in weights),
+        tuple(weights),
+        header.data_offset,
+    )
+
+
+def _check_config(folder: Path, config: Mapping[str, Any], max_rank: int) -> None:
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise CheckpointError(f"{folder}: peft_type is {kind!r}, served is LORA")
+    for key, what in _REFUSED.items():
+        if config.get(key):
+            raise CheckpointError(f"{folder}: {key} is {config[key]!r}: {what} is not served")
+    if config.get("bias", "none") != "none":
+        raise CheckpointError(f"{folder}: bias is {config['bias']!r}, served is none")
+    ranks = {"r": config.get("r"), **_pattern(folder, config, "rank_pattern")}
+    for key, rank in ranks.items():
+        if type(rank) is not int or not 1 <= rank <= max_rank:
+            raise CheckpointError(
+                f"{folder}: rank {key} is {rank!r}, it takes 1 to {max_rank} (--max-lora-rank)"
+            )
+    alphas = {"lora_alpha": config.get("lora_alpha"), **_pattern(folder, config, "alpha_pattern")}
+    for key, alpha in alphas.items():
+        if type(alpha) not in (int, float) or not math.isfinite(alpha):
+            raise CheckpointError(f"{folder}: {key} is {alpha!r}, it takes a number")
+
+
+def _pattern(folder: Path, config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    pattern = config.get(name) or {}
+    if not isinstance(pattern, dict):
+        raise CheckpointError(f"{folder}: {name} is {pattern!r}, it takes an object")
+    for key in pattern:
+        try:
+            re.compile(key)
+        except re.error as error:
+            raise CheckpointError(f"{folder}: {name} has {key!r}, no regular expression: {error}") from error
+    return pattern
+
+
+def _by_module(path: Path, entries: tuple[HeaderEntry, ...]) -> dict[str, dict[str, HeaderEntry]]:
+    found: dict[str, dict[str, HeaderEntry]] = {}
+    for entry in entries:
+        suffix = next((suffix for suffix in _PARTS if entry.name.endswith("." + suffix)), None)
+        if suffix is None or not entry.name.startswith(_PREFIX):
+            raise CheckpointError(f"{path} has {entry.name}: only {_PREFIX}*.lora_A and lora_B are served")
+        module = entry.name.removeprefix(_PREFIX).removesuffix("." + suffix)
+        found.setdefault(module, {})[_PARTS[suffix]] = entry
+    return found
+
+
+def _weight(
+    path: Path,
+    module: str,
+    parts: Mapping[str, HeaderEntry],
+    config: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    max_rank: int,
+) -> AdapterWeight:
+    if module not in shapes:
+        raise CheckpointError(f"{path} has additions to {module}, the model has no such module")
+    if parts.keys() != {"down", "up"}:
+        present = "".join(entry.name for entry in parts.values())
+        raise CheckpointError(f"{path} has {present} without its counterpart")
+    down, up = parts["down"], parts["up"]
+    for entry in (down, up):
+        if entry.dtype not in _FINITE or len(entry.shape) != 2:
+            raise CheckpointError(
+                f"{path}: {entry.name} is {entry.dtype} {list(entry.shape)}, it takes a matrix of "
+                f"{listed(_FINITE)}"
+            )
+    rank, stated = down.shape[0], _stated(config, "rank_pattern", module, config["r"])
+    if rank > max_rank or rank != stated:
+        raise CheckpointError(
+            f"{path}: {down.name} has rank {rank}, {CONFIG_NAME} says {stated}, the limit is {max_rank}"
+        )
+    ours, theirs = (up.shape[0], down.shape[1]), shapes[module]
+    # Embeddings, and projections of GPT-2 (Conv1D), are stored with their inputs first.
+    is_turned = down.name.endswith("lora_embedding_A") or config.get("fan_in_fan_out")
+    if up.shape[1] != rank or ours != (tuple(reversed(theirs)) if is_turned else theirs):
+        raise CheckpointError(
+            f"{path}: additions to {module} have shapes {list(up.shape)} and {list(down.shape)}, its weight "
+            f"has {list(theirs)}"
+        )
+    alpha = _stated(config, "alpha_pattern", module, config["lora_alpha"])
+    return AdapterWeight(module, down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _stated(config: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
+    """The value for a module: that of the first pattern which matches the end of its name, as in PEFT."""
+    for key, value in (config.get(name) or {}).items():
+        if re.match(rf"(.*\.)?({key})$", module):
+            return value
+    return default
+
+
+def _check_finite(path: Path, entry: HeaderEntry, content: npt.NDArray[np.uint8]) -> None:
+    kind, exponent = _FINITE[entry.dtype]
+    if ((content.view(kind) & exponent) == exponent).any():
+        raise CheckpointError(f"{path}: {entry.name} has elements that are not finite")

@@ -1,0 +1,104 @@
+"""Gives adapters slots as steps need them, and tells the forward the slot of each token."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+
+from engine_svc.config import EngineConfig
+from engine_svc.core.step import AdmittedRequest
+from engine_svc.features.adapters.checkpoint import module_shapes
+from engine_svc.features.adapters.extras import AdapterUse
+from engine_svc.features.adapters.store import AdapterStore, Lease, LoadedAdapter, load_adapter
+from engine_svc.model.context import ForwardContext
+from engine_svc.model.decoder import Model
+from engine_svc.model.errors import UnsupportedModel
+from engine_svc.model.low_rank import LowRankModel, LowRankTargets
+from engine_svc.runner.feature import RunnerContext, RunnerFeature
+from engine_svc.runner.input_batch import StepInputs
+from engine_svc.runner.sampling.transfer import to_device
+
+_NO_SLOT = -1
+
+
+def make(config: EngineConfig, context: RunnerContext) -> RunnerFeature | None:
+    return AdapterRows(config, context) if config.enable_lora else None
+
+
+class AdapterRows(RunnerFeature):
+    """The adapters of rows. In a step there are no more different ones than slots: the scheduler's half."""
+
+    prepares = AdapterUse
+    every_stage = True
+
+    def __init__(self, config: EngineConfig, context: RunnerContext) -> None:
+        self._num_slots, self._max_rank = config.max_loras, config.max_lora_rank
+        self._is_whole = config.pipeline_parallel_size == 1
+        self._device, self._dtype = context.device, context.dtype
+        self._shapes = module_shapes(Path(config.model))
+        self._store = AdapterStore(config.num_cpu_loras, self._load)
+        self._adapters: dict[int, LoadedAdapter] = {}  # by row
+        self._slots: OrderedDict[LoadedAdapter, int] = OrderedDict()  # the one used last comes last
+        self._targets = self._enabled(context.model)
+
+    def on_model(self, model: Model) -> None:
+        self._targets = self._enabled(model)
+        self._slots.clear()
+
+    def prepare(self, extra: AdapterUse) -> Lease:
+        return self._store.lease(extra)
+
+    def is_slow_to_prepare(self, extra: AdapterUse) -> bool:
+        return extra.digest not in self._store
+
+    def uses(self, admitted: AdmittedRequest) -> bool:
+        return AdapterUse in admitted.extras
+
+    def add_row(self, row: int, admitted: AdmittedRequest) -> None:
+        lease: Lease = admitted.extras[AdapterUse]
+        self._adapters[row] = lease.adapter
+
+    def remove_row(self, row: int) -> None:
+        self._adapters.pop(row, None)
+
+    def before_forward(self, inputs: StepInputs, context: ForwardContext) -> None:
+        rows = [self._adapters.get(row) for row in inputs.rows.tolist()]
+        wanted = dict.fromkeys(each for each in rows if each is not None)
+        if not wanted:
+            return
+        for adapter in wanted:
+            if adapter in self._slots:
+                self._slots.move_to_end(adapter)
+            else:
+                self._give_slot(adapter, wanted)
+        slots = np.array([_NO_SLOT if each is None else self._slots[each] for each in rows], dtype=np.int64)
+        context.low_rank_slots = to_device(np.repeat(slots, inputs.counts), self._device)
+
+    def _give_slot(self, adapter: LoadedAdapter, wanted: dict[LoadedAdapter, None]) -> None:
+        slot = len(self._slots)
+        if slot == self._num_slots:
+            # The one that was not used for longest.
+            slot = self._slots.pop(next(each for each in self._slots if each not in wanted))
+        for additions, matrices in zip(self._targets.additions, adapter.matrices, strict=True):
+            if matrices is None:
+                additions.clear(slot)
+            else:
+                additions.put(slot, matrices)
+        self._slots[adapter] = slot
+
+    def _enabled(self, model: Model) -> LowRankTargets:
+        if not isinstance(model, LowRankModel):
+            raise UnsupportedModel(f"{type(model).__name__} takes no adapters")
+        return model.enable_low_rank(self._num_slots, self._max_rank)
+
+    def _load(self, use: AdapterUse) -> LoadedAdapter:
+        return load_adapter(
+            use,
+            self._targets,
+            self._shapes,
+            max_rank=self._max_rank,
+            dtype=self._dtype,
+            is_whole=self._is_whole,
+        )

@@ -1,0 +1,169 @@
+"""How many different adapters are loaded, and in a step; which request waits for one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from engine_svc.config import EngineConfig
+from engine_svc.core.errors import RequestFailed
+from engine_svc.core.request import Request
+from engine_svc.features.adapters.extras import AdapterUse, adapter_of
+from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
+
+# How many requests with an adapter may be admitted before one that has no slot.
+MAX_OVERTAKING = 64
+_WAIT_BUCKETS = (0.001, 0.01, 0.1, 1.0, 10.0, 60.0)
+
+
+def make(config: EngineConfig, context: SchedulerContext) -> SchedulerFeature | None:
+    if not config.enable_lora:
+        return None
+    return AdapterLimits(config.max_loras, config.num_cpu_loras, context)
+
+
+def replay_options(config: EngineConfig) -> dict[str, int] | None:
+    return {"max_adapters": config.max_loras} if config.enable_lora else None
+
+
+def replayed(options: Mapping[str, int]) -> SchedulerFeature:
+    return AdaptersOfSteps(options["max_adapters"])
+
+
+class StepAdapters:
+    """A budget: at most so many different adapters in a step. Asked about requests with one alone.
+
+    A request whose adapter finds no slot is passed over, until `MAX_OVERTAKING` others have overtaken it:
+    then no further one is admitted before it.
+    """
+
+    def __init__(self, max_adapters: int) -> None:
+        self._max_adapters = max_adapters
+        self._rows: Counter[str | None] = Counter()  # of this step, by adapter
+        self._passed_over: list[Request] = []  # in this step
+        self._candidate: Request | None = None  # that may enter in this step
+        self._num_overtaken: dict[Request, int] = {}
+
+    def begin_step(self) -> None:
+        self._rows.clear()
+        self._passed_over.clear()
+        self._candidate = None
+
+    def admits(self, request: Request) -> bool:
+        if any(self._num_overtaken.get(each, 0) >= MAX_OVERTAKING for each in self._passed_over):
+            return False
+        if not self._has_slot(request):
+            self._passed_over.append(request)
+            return False
+        self._candidate = request
+        return True
+
+    def clip(self, request: Request, num_tokens: int) -> int:
+        return num_tokens if self._has_slot(request) else 0
+
+    def take(self, request: Request, num_tokens: int) -> None:
+        self._rows[adapter_of(request.extra_keys)] += 1
+        if request is self._candidate:
+            self._candidate = None
+            self.forget(request)
+            for each in self._passed_over:
+                self._num_overtaken[each] = self._num_overtaken.get(each, 0) + 1
+
+    def give_back(self, request: Request, num_tokens: int) -> None:
+        self._rows[adapter_of(request.extra_keys)] -= 1
+        self._rows += Counter()
+
+    def forget(self, request: Request) -> None:
+        self._num_overtaken.pop(request, None)
+
+    def _has_slot(self, request: Request) -> bool:
+        return adapter_of(request.extra_keys) in self._rows or len(self._rows) < self._max_adapters
+
+
+class AdaptersOfSteps(SchedulerFeature):
+    """What decides about steps: the budget of requests with an adapter."""
+
+    def __init__(self, max_adapters: int) -> None:
+        self.budget: StepAdapters = StepAdapters(max_adapters)
+
+    def on_add(self, request: Request) -> None:
+        request.has_budget |= adapter_of(request.extra_keys) is not None
+
+    def on_finish(self, request: Request) -> None:
+        self.budget.forget(request)
+
+
+class AdapterLimits(AdaptersOfSteps):
+    """Also lets requests have their adapter loaded in order, while there is room for it in memory."""
+
+    def __init__(self, max_adapters: int, max_loaded: int, context: SchedulerContext) -> None:
+        super().__init__(max_adapters)
+        self._max_loaded = max_loaded
+        self._loaded: Counter[str] = Counter()  # requests whose adapter may be in memory, by adapter
+        self._adapters: dict[Request, str] = {}  # of these
+        self._pinned: set[str] = set()  # stay in memory without a request
+        self._waiting: dict[Request, None] = {}  # the oldest first
+        self._clock = context.clock
+        self._requests = context.metrics.counts(
+            "triptych_engine_adapter_requests_total",
+            "Requests with an adapter, by its name.",
+            labels=("adapter",),
+        )
+        self._wait_s = context.metrics.histogram(
+            "triptych_engine_adapter_wait_seconds",
+            "Time from a request's arrival until there is room in memory for its adapter.",
+            _WAIT_BUCKETS,
+        ).of()
+        self._loads = context.metrics.counts(
+            "triptych_engine_adapter_loads_total",
+            "Adapters that were read for a request, as no other had it; result: ok or failed.",
+            labels=("result",),
+            zeros=[("ok",), ("failed",)],
+        )
+        self._load_s = context.metrics.histogram(
+            "triptych_engine_adapter_load_seconds",
+            "Time to read an adapter in all ranks, or to find it in memory; other requests run meanwhile.",
+            _WAIT_BUCKETS,
+        ).of()
+        self._loading: dict[str, float] = {}  # since when, by id of the request
+
+    def on_add(self, request: Request) -> None:
+        super().on_add(request)
+        use: AdapterUse | None = request.extras.get(AdapterUse)
+        if use is not None:
+            self._requests.add(use.name)
+            (self._pinned.add if use.is_pinned else self._pinned.discard)(use.cache_key)
+
+    def holds_preparation(self, request: Request) -> bool:
+        adapter = adapter_of(request.extra_keys)
+        if adapter is None or request in self._adapters:
+            return False
+        is_next = next(iter(self._waiting), request) is request
+        if not is_next or not (adapter in self._loaded or self._has_room(adapter)):
+            self._waiting[request] = None
+            return True
+        self._waiting.pop(request, None)
+        if not self._loaded[adapter]:
+            self._loading[request.request_id] = self._clock.now()
+        self._loaded[adapter] += 1
+        self._adapters[request] = adapter
+        self._wait_s.observe(self._clock.now() - request.arrival_at)
+        return False
+
+    def _has_room(self, adapter: str) -> bool:
+        return len({*self._loaded, *self._pinned, adapter}) <= self._max_loaded
+
+    def on_prepared(self, request_id: str, failure: RequestFailed | None) -> None:
+        since = self._loading.pop(request_id, None)
+        if since is not None:
+            self._loads.add("ok" if failure is None else "failed")
+            self._load_s.observe(self._clock.now() - since)
+
+    def on_finish(self, request: Request) -> None:
+        self._loading.pop(request.request_id, None)
+        super().on_finish(request)
+        self._waiting.pop(request, None)
+        adapter = self._adapters.pop(request, None)
+        if adapter is not None:
+            self._loaded[adapter] -= 1
+            self._loaded += Counter()

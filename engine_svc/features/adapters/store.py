@@ -1,0 +1,144 @@
+"""The adapters that a rank has in memory, laid out for its part of the model."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from engine_svc.core.errors import RequestFailed
+from engine_svc.features.adapters.checkpoint import CONFIG_NAME, AdapterFiles, read_adapter
+from engine_svc.features.adapters.extras import AdapterUse
+from engine_svc.model.errors import CheckpointError, listed
+from engine_svc.model.loading.folder import HeaderEntry
+from engine_svc.model.low_rank import LowRankTargets
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Lease:
+    """Keeps an adapter in memory, for a request."""
+
+    adapter: LoadedAdapter
+
+
+@dataclass(slots=True, eq=False)
+class LoadedAdapter:
+    """matrices: what it adds to each projection of this rank, by part; None: nothing to any part."""
+
+    digest: str
+    is_pinned: bool
+    matrices: Sequence[Sequence[Any] | None]
+    leases: WeakSet[Lease] = field(default_factory=WeakSet)
+
+
+class AdapterStore:
+    """Loads adapters once, and keeps those that were used last. Used by the threads that prepare requests."""
+
+    def __init__(self, max_loaded: int, load: Callable[[AdapterUse], LoadedAdapter]) -> None:
+        self._max_loaded = max_loaded
+        self._load = load
+        self._lock = threading.Lock()
+        self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()  # the one used last comes last
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._loaded
+
+    def __len__(self) -> int:
+        return len(self._loaded)
+
+    def lease(self, use: AdapterUse) -> Lease:
+        """The adapter, which is loaded if need be. RequestFailed where it cannot be.
+
+        The scheduler lets no more different ones be in use than there is room for.
+        """
+        with self._lock:
+            adapter = self._loaded.get(use.digest)
+            if adapter is None:
+                self._make_room()
+                adapter = self._loaded[use.digest] = self._load(use)
+            adapter.is_pinned = use.is_pinned
+            self._loaded.move_to_end(use.digest)
+            lease = Lease(adapter)
+            adapter.leases.add(lease)
+            return lease
+
+    def _make_room(self) -> None:
+        while len(self._loaded) >= self._max_loaded:
+            unused = [digest for digest, each in self._loaded.items() if not each.leases]
+            if not unused:
+                raise RequestFailed(
+                    "RESOURCE_EXHAUSTED",
+                    f"{len(self._loaded)} adapters are in use, --max-cpu-loras is {self._max_loaded}",
+                )
+            # One that was pinned and that the engine has forgotten may be what is left.
+            del self._loaded[min(unused, key=lambda digest: self._loaded[digest].is_pinned)]
+
+
+@torch.inference_mode()
+def load_adapter(
+    use: AdapterUse,
+    targets: LowRankTargets,
+    shapes: dict[str, tuple[int, ...]],
+    *,
+    max_rank: int,
+    dtype: torch.dtype,
+    is_whole: bool,
+) -> LoadedAdapter:
+    """Read an adapter's files and lay its matrices out. RequestFailed where they have changed or do not fit.
+
+    shapes: of the model's modules.  is_whole: this rank has a part of every module, not of one stage alone.
+    """
+    try:
+        files = read_adapter(Path(use.folder), shapes, max_rank)
+    except CheckpointError as error:
+        raise RequestFailed("INVALID_ARGUMENT", str(error), field="adapter") from error
+    missing = [weight.module for weight in files.weights if weight.module not in targets.by_name]
+    if is_whole and missing:
+        raise RequestFailed(
+            "INVALID_ARGUMENT",
+            f"{use.folder} has additions to {listed(missing)}, which take none here",
+            field="adapter",
+        )
+    content = _content(use, files)
+    found: list[list[Any] | None] = [None for _ in targets.additions]
+    for weight in files.weights:
+        down, up = (_tensor(content, files, entry).to(dtype) for entry in (weight.down, weight.up))
+        for target in targets.by_name.get(weight.module, ()):
+            parts = found[target.projection] or [None] * targets.num_parts[target.projection]
+            found[target.projection] = parts
+            parts[target.index] = target.pack(
+                down[:, target.part.inputs], up[target.part.outputs], weight.scale
+            )
+    return LoadedAdapter(use.digest, use.is_pinned, found)
+
+
+def _content(use: AdapterUse, files: AdapterFiles) -> bytes:
+    """The bytes of the weights file, which must still be those that the request was accepted with."""
+    content = files.path.read_bytes()
+    digest = hashlib.sha256((files.folder / CONFIG_NAME).read_bytes())
+    digest.update(content)
+    if digest.hexdigest() != use.digest:
+        raise RequestFailed(
+            "FAILED_PRECONDITION",
+            f"the files of adapter {use.name} have changed since it was loaded",
+            reason="ADAPTER_CHANGED",
+        )
+    return content
+
+
+def _tensor(content: bytes, files: AdapterFiles, entry: HeaderEntry) -> Tensor:
+    # Tensors of a safetensors file need not be aligned.
+    first, end = files.data_offset + entry.start, files.data_offset + entry.end
+    room = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+    room.flatten().view(torch.uint8).numpy()[:] = memoryview(content)[first:end]
+    return room

@@ -1,0 +1,128 @@
+"""Limits of adapters: in a step, in memory, and how often a request without a slot is overtaken."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_svc.cache.attention import FullAttention
+from engine_svc.cache.config import CacheConfig
+from engine_svc.core.request import Request
+from engine_svc.features.adapters.extras import AdapterUse
+from engine_svc.features.adapters.scheduler import MAX_OVERTAKING, AdapterLimits
+from engine_svc.loop.preparation import Preparations
+from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.scheduler.feature import SchedulerContext
+from tests.engine_svc.scheduler.fakes import Stage, request
+from triptych_kit.clock import FakeClock
+from triptych_kit.telemetry.metrics import Metrics
+
+
+def limits(max_adapters: int, max_loaded: int = 1000) -> AdapterLimits:
+    context = SchedulerContext(
+        FakeClock(),
+        lambda work: work(),
+        SchedulerConfig(64),
+        CacheConfig(10, (FullAttention(4),)),
+        Metrics("engine"),
+    )
+    return AdapterLimits(max_adapters, max_loaded, context)
+
+
+def with_adapter(number: int, adapter: str, max_tokens: int = 3, *, is_prepared: bool = True) -> Request:
+    made = request(f"r{number}", 4, max_tokens=max_tokens, arrival_at=number)
+    if adapter:
+        use = AdapterUse(adapter, f"/{adapter}", adapter)
+        made.extra_keys = (use.cache_key,)
+        if not is_prepared:
+            made.extras[AdapterUse] = use
+    return made
+
+
+def test_a_step_has_at_most_so_many_different_adapters_and_the_model_counts_for_none():
+    stage = Stage(features=[limits(2)])
+    stage.add(*(with_adapter(number, name) for number, name in enumerate(("a", "b", "c", "a", "", "b"))))
+    assert stage.schedule().request_ids == ["r0", "r1", "r3", "r4", "r5"]
+
+
+def test_one_without_a_slot_is_overtaken_so_often_and_then_others_wait_for_it():
+    stage = Stage(features=[limits(1)], max_num_seqs=3)
+    stage.add(with_adapter(0, "a", max_tokens=200), with_adapter(1, "b"))
+    stage.add(*(with_adapter(number, "a") for number in range(2, 300)))
+    order: list[str] = []
+    while "r1" not in order:
+        plan = stage.schedule()
+        order += [admitted.request_id for admitted in plan.admitted]
+        stage.update(plan)
+    # All but the first and itself.
+    assert len(order) - 2 == MAX_OVERTAKING
+    while stage.scheduler.has_work:
+        stage.update(stage.schedule())
+    assert stage.scheduler.waiting_ids == []
+
+
+class NotedRanks:
+    num_preparing = 1
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, str]] = []
+        self.dropped: list[str] = []
+
+    def prepare(self, number, request_id, extras, account, weight) -> None:
+        self.sent.append((number, request_id))
+
+    def drop_prepared(self, request_id: str) -> None:
+        self.dropped.append(request_id)
+
+    def stop_preparing(self) -> None: ...
+
+    @property
+    def ids(self) -> list[str]:
+        return [request_id for _, request_id in self.sent]
+
+
+@pytest.fixture
+def ranks() -> NotedRanks:
+    return NotedRanks()
+
+
+def loading_stage(ranks: NotedRanks, max_adapters: int, max_loaded: int) -> tuple[Stage, Preparations]:
+    feature = limits(max_adapters, max_loaded)
+    preparations = Preparations(ranks, FakeClock(), [feature])
+    return Stage(features=[feature, preparations]), preparations
+
+
+def settle(stage: Stage, preparations: Preparations, ranks: NotedRanks) -> None:
+    for number, _ in ranks.sent:
+        preparations.note(number, None)
+    for settled in preparations.take_settled():
+        stage.scheduler.unblock(settled.request_id, "adapter")
+
+
+def test_adapters_are_loaded_in_order_while_there_is_room_in_memory(ranks):
+    stage, preparations = loading_stage(ranks, max_adapters=2, max_loaded=2)
+    names = ["a", "b", "c", "a", "d", ""]
+    stage.add(*(with_adapter(number, name, is_prepared=False) for number, name in enumerate(names)))
+    # The second request with "a" does not overtake the one with "c", which waits for room.
+    assert ranks.ids == ["r0", "r1"]
+    settle(stage, preparations, ranks)
+    plan = stage.schedule()
+    assert plan.request_ids == ["r0", "r1", "r5"]
+    stage.update(plan)
+    stage.scheduler.abort(["r1"], now=1.0)
+    assert ranks.dropped == ["r1"]
+    assert ranks.ids == ["r0", "r1", "r2", "r3"]
+    stage.scheduler.abort(["r4"], now=1.0)
+    stage.scheduler.abort(["r2"], now=1.0)
+    assert ranks.ids == ["r0", "r1", "r2", "r3"]
+    stage.add(with_adapter(6, "e", is_prepared=False))
+    assert ranks.ids[-1] == "r6"
+
+
+def test_many_requests_that_wait_for_room_are_none_that_are_being_prepared(ranks):
+    stage, preparations = loading_stage(ranks, max_adapters=1, max_loaded=1)
+    stage.add(*(with_adapter(number, f"a{number}", is_prepared=False) for number in range(3000)))
+    assert ranks.ids == ["r0"]
+    assert preparations.take_settled() == []
+    for number in range(2999):
+        stage.scheduler.abort([f"r{number}"], now=1.0)
+    assert ranks.ids == [f"r{number}" for number in range(3000)]
