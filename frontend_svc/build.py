@@ -26,6 +26,7 @@ from frontend_svc.engines.coordinator import CoordinatorSession
 from frontend_svc.engines.directory import Directory
 from frontend_svc.engines.routing.policies import find_policy, first_turn
 from frontend_svc.generation.admission import Admission
+from frontend_svc.generation.answers.adapters import AdapterAnswers
 from frontend_svc.generation.answers.chat import ChatAnswers
 from frontend_svc.generation.answers.generate import GenerateAnswers, stream_generate, stream_rest
 from frontend_svc.generation.answers.models import ModelAnswers
@@ -117,6 +118,7 @@ def build_frontend(
             requests.metrics.of(name)
         _show_readiness(engines.directory, servers)
         engines.failover.engines_changed()
+        answers.adapters.engines_changed()
 
     engines = _engines(
         config,
@@ -301,6 +303,7 @@ def _answers(
         ModelAnswers(
             directory, limits, engines.identity, clock, max_queued_requests=config.max_queued_requests
         ),
+        AdapterAnswers(directory),
     )
 
 
@@ -454,6 +457,7 @@ def _http_listener(
         calls=calls,
         grpc_port=lambda: port_in(address_of()),
         rates_of=requests.tenants.rates,
+        adapters=answers.adapters if config.allow_runtime_lora else None,
         pages=pages,
     )
     listener = HTTPListener(

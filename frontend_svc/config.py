@@ -95,6 +95,9 @@ class FrontendConfig(SecurityOptions):
     model_alias: tuple[str, ...] = option(
         (), help="another name of the only model, or ALIAS=MODEL; answers have the model's own name"
     )
+    allow_runtime_lora: bool = option(
+        False, help="let admins load and unload LoRA by HTTP, at engines that allow it"
+    )
     request_templates: bool = option(False, help="accept chat templates in requests")
     max_n: int = option(int(rules_of(_SAMPLING, "n").maximum), help="most outputs a request may ask for")
     max_logprobs: int = option(

@@ -14,6 +14,7 @@ from frontend_svc.engines.connection.connection import FrontendIdentity
 from frontend_svc.engines.coordinator import CoordinatorSession
 from frontend_svc.engines.directory import Directory
 from frontend_svc.generation.admission import Admission
+from frontend_svc.generation.answers.adapters import AdapterAnswers
 from frontend_svc.generation.answers.chat import ChatAnswers
 from frontend_svc.generation.answers.generate import GenerateAnswers
 from frontend_svc.generation.answers.models import ModelAnswers
@@ -82,6 +83,7 @@ class Answers:
     pooling: PoolingAnswers
     tokenizer: TokenizerAnswers
     models: ModelAnswers
+    adapters: AdapterAnswers
 
 
 @dataclass(frozen=True, slots=True)

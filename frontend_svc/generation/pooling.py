@@ -242,7 +242,7 @@ class Pooling:
         model = self._directory.model(name)
         if model.variant(name):
             raise Unimplemented(
-                f"not served: model {name!r} (adapters are for generation)",
+                f"not served: model {name!r} (it generates alone)",
                 reason="PARAMETER_NOT_SERVED",
                 metadata={"fields": "model"},
             )

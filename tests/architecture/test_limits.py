@@ -56,6 +56,8 @@ ALLOWED = {
     "frontend_svc/text/chat/template.py MAX_TEMPLATE_CHARS": "of a model's own template too",
     "frontend_svc/text/chat/template.py _MAX_COMPILED": _OWN,
     "frontend_svc/text/limits.py _MAX_FOUND": _OWN,
+    "frontend_svc/generation/answers/adapters.py _MAX_REPEATED": _OWN,
+    "frontend_svc/generation/answers/adapters.py _MAX_WAITING": _OWN,
     "frontend_svc/generation/answers/batch.py _MAX_RUNNING_ITEMS": _OWN,
     "frontend_svc/generation/answers/batch.py _MAX_WAITING_MESSAGES": _OWN,
     "frontend_svc/generation/answers/resumable.py _MAX_READ_LOGS": _OWN,

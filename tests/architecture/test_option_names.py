@@ -41,6 +41,16 @@ DEFAULTS = {
     "frontend_svc/generation/tracing.py": "attributes of spans, by the names of a convention",
 }
 ALLOWED = {
+    "adapter": {
+        "frontend_svc/engines/artifacts.py": "names and digests, as engines announce them",
+        "frontend_svc/generation/answers/adapters.py": "changes of engines, which are no requests",
+        "frontend_svc/generation/answers/models.py": "each is a model of its own in lists",
+        "frontend_svc/protocols/openai/adapters.py": "routes for such changes",
+        "frontend_svc/protocols/openai/unknown_routes.py": "the same",
+        "frontend_svc/protocols/openai/routes.py": "the same",
+        "frontend_svc/build.py": "the same",
+        "frontend_svc/parts.py": "the same",
+    },
     "logprobs": {
         "frontend_svc/options/prompt_logprobs.py": "the same tokens at positions of the prompt",
         "frontend_svc/protocols/openai/fields.py": "fields of another API that are not served",

@@ -30,10 +30,10 @@ from triptych.api.v1 import (
     tokenizer_pb2_grpc,
 )
 from triptych.common.v1 import error_pb2, output_pb2, sampling_pb2, tensor_pb2
-from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2, utility_pb2
 from triptych_kit.addresses import join_address
 from triptych_kit.channel import open_channel
-from triptych_kit.errors import InvalidArgument, to_parts
+from triptych_kit.errors import AlreadyExists, InvalidArgument, NotFound, ServiceError, to_parts
 from triptych_kit.limits import INTERNAL
 
 # An engine that speaks the real stream with scripted tokens.
@@ -123,6 +123,10 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         adapters: Mapping[str, str] | None = None,
     ) -> None:
         self.adapters = dict(adapters or {})  # digests by name
+        self.epoch = 7
+        self.calls: list[utility_pb2.UtilityCall] = []
+        self.refusal: ServiceError | None = None  # of calls
+        self.on_call: Callable[[], None] | None = None
         self.structured_output_backends = structured_output_backends
         self.features = features
         self.feature_set = feature_set
@@ -249,7 +253,7 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         yield engine_pb2.ConnectResponse(
             hello_ack=session_pb2.HelloAck(
                 engine_id=f"engine-{self.dp_rank}",
-                engine_epoch=7,
+                engine_epoch=self.epoch,
                 dp_rank=self.dp_rank,
                 dp_size=2,
                 state=self._state(),
@@ -297,6 +301,8 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             for wanted in message.adopt.entries:
                 self.num_asked_adoptions += 1
                 self._adopt(session, wanted)
+            if message.HasField("utility"):
+                self._call(session, message.utility)
             for request in self.requests:
                 if request.session is session and request.handle in message.abort.handles:
                     request.abort_reason = message.abort.reason
@@ -307,6 +313,33 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                     self._give_up(session)
             self._notify()
         session.outgoing.put_nowait(None)
+
+    def _call(self, session: FakeSession, call: utility_pb2.UtilityCall) -> None:
+        """Change the adapters, unless `refusal` is what is to be answered."""
+        self.calls.append(call)
+        if self.on_call is not None:
+            self.on_call()
+        result = utility_pb2.UtilityResult(call_id=call.call_id, done={})
+        refusal = self.refusal
+        if call.HasField("add_adapter"):
+            added = call.add_adapter
+            if added.name in self.adapters and not added.replace:
+                refusal = refusal or AlreadyExists(f"adapter {added.name} is loaded")
+            else:
+                digest = hashlib.sha256(added.path.encode()).hexdigest()
+                result.adapters.adapters.add(name=added.name, digest=digest)
+        elif call.remove_adapter.name not in self.adapters:
+            name = call.remove_adapter.name
+            refusal = NotFound(f"no adapter {name}", resource_type="adapter", resource_name=name)
+        if refusal is not None:
+            code, text, details = to_parts(refusal)
+            result.failure.CopyFrom(error_pb2.ErrorStatus(code=code, message=text, details=details))
+        elif call.HasField("add_adapter"):
+            self.adapters[call.add_adapter.name] = result.adapters.adapters[0].digest
+        else:
+            del self.adapters[call.remove_adapter.name]
+        self.become_ready()
+        session.send(utility_result=result)
 
     def _give_up(self, session: FakeSession) -> None:
         for request in self.requests:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,14 +14,14 @@ import triptych_cli.tiny_model
 from engine_svc.admin.utility import ENGINE_CALLS
 from engine_svc.build.features import wire_features
 from engine_svc.config import EngineConfig
-from engine_svc.convert.feature import AddContext
+from engine_svc.convert.feature import AddContext, WireFeatures
 from frontend_svc.generation.preprocess import CORE_FIELDS
 from frontend_svc.options import OPTIONS
 from tests.architecture.test_documents import entry_with, sources
 from tests.engine_svc.session.service_rig import make_facts
 from tests.protos.contract_descriptors import comments_of, load_descriptors
 from triptych.engine.v1 import add_pb2, utility_pb2
-from triptych_kit.errors import InvalidArgument, Unimplemented
+from triptych_kit.errors import InvalidArgument, NotFound, Unimplemented
 
 EMBEDDED = Path(triptych_cli.tiny_model.__file__).parent / "weights"
 WORDS = "Not served yet"
@@ -43,6 +44,8 @@ SERVERS = {
 # Refused by name, by code that reads them for that.
 REFUSED = {"ChatPart.media", "PoolingParams.late_interaction_key"}
 REFUSED |= {"Tensor.remote"}
+# Others of the same name are served.
+REFUSED |= {"KvBlockStored.adapter"}
 Files = list[descriptor_pb2.FileDescriptorProto]
 
 
@@ -113,7 +116,7 @@ def is_served(name: str, files: Files) -> bool:
     if owner == "SamplingParams":
         return any(f"sampling.{field}" in option.fields for option in OPTIONS)
     if owner == "UtilityCall" and field in CALLS:
-        return field in {call.name for call in ENGINE_CALLS}
+        return field in {call.name for call in (*ENGINE_CALLS, *every_feature().utilities)}
     package = next(
         file.package for file in files if any(message.name == owner for message in file.message_type)
     )
@@ -122,16 +125,22 @@ def is_served(name: str, files: Files) -> bool:
 
 
 def is_refused_in_an_add(field: str) -> bool:
-    features = wire_features(EngineConfig(model=str(EMBEDDED), enable_prompt_embeds=True))
+    features = every_feature()
     try:
         entry = entry_with(add_pb2.AddEntry.DESCRIPTOR.fields_by_name[field])
         features.parse(entry, AddContext(make_facts(), None, []))
     except Unimplemented:
         # Here the entry has no source of tensors.
         return field != "prompt_embeds"
-    except InvalidArgument:
+    except (InvalidArgument, NotFound):
         return False
     return False
+
+
+@functools.cache
+def every_feature() -> WireFeatures:
+    """Of an engine with all features that have to be enabled."""
+    return wire_features(EngineConfig(model=str(EMBEDDED), enable_prompt_embeds=True, enable_lora=True))
 
 
 CALLS = {field.name for field in utility_pb2.UtilityCall.DESCRIPTOR.oneofs_by_name["call"].fields}

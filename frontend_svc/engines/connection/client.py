@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 from frontend_svc.engines.artifacts import ArtifactError, ArtifactStore
+from frontend_svc.engines.connection.calls import EngineCalls
 from frontend_svc.engines.connection.columns import MalformedStep
 from frontend_svc.engines.connection.connection import (
     SCHEMA_REVISION,
@@ -97,6 +98,7 @@ class EngineClient:
             address, identity, clock, heartbeat_s=heartbeat_s, connect=connect
         )
         self.requests = EngineRequests(address, identity.frontend_id, self._connection, on_add=on_add)
+        self.calls = EngineCalls(address, self._connection)
         self._steps = StepWatch()
         self._backoff = Backoff(clock, steady_s=_STEADY_S)
         self._ready_mailbox = ReadyMailbox()
@@ -108,6 +110,11 @@ class EngineClient:
     def engine_id(self) -> str:
         """As the engine gave it last; empty before the first connection."""
         return self._connection.ack.engine_id
+
+    @property
+    def engine_epoch(self) -> int:
+        """Of the engine process that it was connected to last; 0 before the first connection."""
+        return self._connection.ack.engine_epoch
 
     @property
     def dp_size(self) -> int:
@@ -273,6 +280,8 @@ class EngineClient:
             self._take_heartbeat(message.heartbeat)
         elif kind == "already_finished":
             self._connection.session.on_finished(message.already_finished.handles)
+        elif kind == "utility_result":
+            self.calls.on_result(message.utility_result)
         elif kind == "adopted":
             self.requests.on_adopted(message.adopted)
         elif kind == "ready":
@@ -310,6 +319,7 @@ class EngineClient:
             self._lost_at = self._clock.now()
         if self.state is not EngineState.DOWN:
             self._move_to(EngineState.DOWN)
+        self.calls.lose(str(lost))
         self._on_loss(loss)
         # Their receivers look for another engine.
         self.requests.lose(loss)

@@ -18,6 +18,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import Scope
 
+from frontend_svc.generation.answers.adapters import AdapterAnswers
 from frontend_svc.generation.answers.chat import ChatAnswers
 from frontend_svc.generation.answers.generate import GenerateAnswers, with_prompt_named
 from frontend_svc.generation.answers.models import ModelAnswers
@@ -27,6 +28,7 @@ from frontend_svc.generation.open_requests import OpenRequests
 from frontend_svc.generation.tenants import Rate
 from frontend_svc.protocols.anthropic.errors import ANTHROPIC
 from frontend_svc.protocols.anthropic.routes import VERSION_HEADER, MessageRoutes, model_info, model_list
+from frontend_svc.protocols.openai.adapters import AdapterRoutes
 from frontend_svc.protocols.openai.answers import (
     Answer,
     Echo,
@@ -118,6 +120,7 @@ class OpenAIRoutes:
         bodies: BodyReader,
         calls: HTTPCalls,
         rates_of: Callable[[Identity], Mapping[str, Rate]],
+        adapters: AdapterAnswers | None = None,
         grpc_port: Callable[[], int | None] = lambda: None,
         pages: Pages | None = None,
         heartbeat_s: float = 15.0,
@@ -151,6 +154,7 @@ class OpenAIRoutes:
             **EmbeddingRoutes(pooling, models).posts,
             **response_routes.posts,
             **MessageRoutes(chat, tokenizer, models).posts,
+            **({} if adapters is None else AdapterRoutes(adapters).posts),
         }
         handlers = {"GET": gets, "POST": posts, "DELETE": response_routes.deletes}
         routes = [

@@ -21,7 +21,7 @@ _RUN_BATCH = "`triptych run-batch` runs a file of requests"
 _ROUTES = "docs/openai.md lists the routes"
 _ADMIN_HTTP = "the admin HTTP listener has it (--admin-http-port)"
 _OPENAI = "use /v1/chat/completions or /v1/completions"
-_NO_LORA = "LoRA adapters are not served yet"
+_NO_LORA = "start with --allow-runtime-lora"
 _LIKE = 0.75  # from which on a path is that of a route, with a mistake
 # Of other servers or of parts of APIs that are not served, and what to use instead.
 _ELSEWHERE = {

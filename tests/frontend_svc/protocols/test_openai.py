@@ -458,7 +458,7 @@ async def test_a_path_that_is_not_served_is_answered_with_what_is():
         "/v1/moderations": "POST /v1/moderations is not served",
         "/request": "POST /request is not served",
         "/sleep": "`triptych admin ADDRESS sleep` does it",
-        "/v1/load_lora_adapter": "LoRA adapters are not served yet",
+        "/v1/load_lora_adapter": "start with --allow-runtime-lora",
         "/" + "v1/chat/completions" * 50: "is not served",
     }
     async with served() as client:

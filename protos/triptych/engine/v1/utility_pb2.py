@@ -27,7 +27,7 @@ from triptych.engine.v1 import session_pb2 as triptych_dot_engine_dot_v1_dot_ses
 from triptych.options.v1 import rules_pb2 as triptych_dot_options_dot_v1_dot_rules__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n triptych/engine/v1/utility.proto\x12\x12triptych.engine.v1\x1a\x1etriptych/common/v1/error.proto\x1a triptych/engine/v1/session.proto\x1a\x1ftriptych/options/v1/rules.proto\"\xbe\x0c\n\x0bUtilityCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12/\n\ntimeout_ms\x18\x02 \x01(\x04\x42\x16\xca\xf4\x18\x12\n\x06\x36\x30,000\xd1\x01\x00\x00\x00\x00@wKAH\x01\x88\x01\x01\x12H\n\x13get_supported_tasks\x18\x03 \x01(\x0b\x32).triptych.engine.v1.GetSupportedTasksCallH\x00\x12.\n\x05pause\x18\x04 \x01(\x0b\x32\x1d.triptych.engine.v1.PauseCallH\x00\x12\x30\n\x06resume\x18\x05 \x01(\x0b\x32\x1e.triptych.engine.v1.ResumeCallH\x00\x12\x35\n\tis_paused\x18\x06 \x01(\x0b\x32 .triptych.engine.v1.IsPausedCallH\x00\x12.\n\x05sleep\x18\x07 \x01(\x0b\x32\x1d.triptych.engine.v1.SleepCallH\x00\x12,\n\x04wake\x18\x08 \x01(\x0b\x32\x1c.triptych.engine.v1.WakeCallH\x00\x12\x39\n\x0bis_sleeping\x18\t \x01(\x0b\x32\".triptych.engine.v1.IsSleepingCallH\x00\x12\x46\n\x12reset_prefix_cache\x18\n \x01(\x0b\x32(.triptych.engine.v1.ResetPrefixCacheCallH\x00\x12N\n\x16reset_multimodal_cache\x18\x0b \x01(\x0b\x32,.triptych.engine.v1.ResetMultimodalCacheCallH\x00\x12H\n\x13reset_encoder_cache\x18\x0c \x01(\x0b\x32).triptych.engine.v1.ResetEncoderCacheCallH\x00\x12\x39\n\x0b\x61\x64\x64_adapter\x18\r \x01(\x0b\x32\".triptych.engine.v1.AddAdapterCallH\x00\x12?\n\x0eremove_adapter\x18\x0e \x01(\x0b\x32%.triptych.engine.v1.RemoveAdapterCallH\x00\x12=\n\rlist_adapters\x18\x0f \x01(\x0b\x32$.triptych.engine.v1.ListAdaptersCallH\x00\x12\x39\n\x0bpin_adapter\x18\x10 \x01(\x0b\x32\".triptych.engine.v1.PinAdapterCallH\x00\x12\x32\n\x07profile\x18\x11 \x01(\x0b\x32\x1f.triptych.engine.v1.ProfileCallH\x00\x12H\n\x13\x65xecute_dummy_batch\x18\x12 \x01(\x0b\x32).triptych.engine.v1.ExecuteDummyBatchCallH\x00\x12\x38\n\ncollective\x18\x13 \x01(\x0b\x32\".triptych.engine.v1.CollectiveCallH\x00\x12\x46\n\x12get_weight_version\x18\x14 \x01(\x0b\x32(.triptych.engine.v1.GetWeightVersionCallH\x00\x12\x46\n\x12set_weight_version\x18\x15 \x01(\x0b\x32(.triptych.engine.v1.SetWeightVersionCallH\x00\x12?\n\x0eupdate_weights\x18\x16 \x01(\x0b\x32%.triptych.engine.v1.UpdateWeightsCallH\x00\x12\x37\n\nget_config\x18\x17 \x01(\x0b\x32!.triptych.engine.v1.GetConfigCallH\x00\x12?\n\x0eget_statistics\x18\x18 \x01(\x0b\x32%.triptych.engine.v1.GetStatisticsCallH\x00\x12\x46\n\x12save_sharded_state\x18\x19 \x01(\x0b\x32(.triptych.engine.v1.SaveShardedStateCallH\x00\x12\x37\n\nflush_pins\x18\x1a \x01(\x0b\x32!.triptych.engine.v1.FlushPinsCallH\x00\x42\x06\n\x04\x63\x61llB\r\n\x0b_timeout_ms\"\x8c\x04\n\rUtilityResult\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x32\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1f.triptych.common.v1.ErrorStatusH\x00\x12/\n\x04\x64one\x18\x03 \x01(\x0b\x32\x1f.triptych.engine.v1.UtilityDoneH\x00\x12=\n\x0fsupported_tasks\x18\x04 \x01(\x0b\x32\".triptych.engine.v1.SupportedTasksH\x00\x12\x13\n\tis_paused\x18\x05 \x01(\x08H\x00\x12\x15\n\x0bis_sleeping\x18\x06 \x01(\x08H\x00\x12\x36\n\x08\x61\x64\x61pters\x18\x07 \x01(\x0b\x32\".triptych.engine.v1.LoadedAdaptersH\x00\x12\x18\n\x0eweight_version\x18\x08 \x01(\tH\x00\x12\x33\n\x06\x63onfig\x18\t \x01(\x0b\x32!.triptych.engine.v1.EngineOptionsH\x00\x12/\n\nstatistics\x18\n \x01(\x0b\x32\x19.triptych.engine.v1.StatsH\x00\x12:\n\ncollective\x18\x0b \x01(\x0b\x32$.triptych.engine.v1.CollectiveResultH\x00\x12\x1c\n\x12reset_prefix_cache\x18\x0c \x01(\x08H\x00\x42\x08\n\x06result\"\r\n\x0bUtilityDone\"\x17\n\x15GetSupportedTasksCall\"b\n\tPauseCall\x12+\n\x04mode\x18\x01 \x01(\x0e\x32\x1d.triptych.engine.v1.PauseMode\x12\x18\n\x0b\x63lear_cache\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x0e\n\x0c_clear_cache\"\x0c\n\nResumeCall\"\x0e\n\x0cIsPausedCall\"V\n\tSleepCall\x12\x12\n\x05level\x18\x01 \x01(\rH\x00\x88\x01\x01\x12+\n\x04mode\x18\x02 \x01(\x0e\x32\x1d.triptych.engine.v1.PauseModeB\x08\n\x06_level\"\x18\n\x08WakeCall\x12\x0c\n\x04tags\x18\x01 \x03(\t\"\x10\n\x0eIsSleepingCall\"F\n\x14ResetPrefixCacheCall\x12\x15\n\rreset_running\x18\x01 \x01(\x08\x12\x17\n\x0freset_connector\x18\x02 \x01(\x08\"\x1a\n\x18ResetMultimodalCacheCall\"\x17\n\x15ResetEncoderCacheCall\"=\n\x0e\x41\x64\x64\x41\x64\x61pterCall\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07replace\x18\x03 \x01(\x08\"!\n\x11RemoveAdapterCall\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x12\n\x10ListAdaptersCall\"\x1e\n\x0ePinAdapterCall\x12\x0c\n\x04name\x18\x01 \x01(\t\",\n\x0bProfileCall\x12\r\n\x05start\x18\x01 \x01(\x08\x12\x0e\n\x06prefix\x18\x02 \x01(\t\"\x17\n\x15\x45xecuteDummyBatchCall\"Y\n\x0e\x43ollectiveCall\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x39\n\targuments\x18\x02 \x03(\x0b\x32&.triptych.engine.v1.CollectiveArgument\"p\n\x12\x43ollectiveArgument\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x11\n\x07integer\x18\x03 \x01(\x03H\x00\x12\x10\n\x06number\x18\x04 \x01(\x01H\x00\x12\x0e\n\x04\x66lag\x18\x05 \x01(\x08H\x00\x42\x07\n\x05value\"!\n\x10\x43ollectiveResult\x12\r\n\x05ranks\x18\x01 \x03(\t\"\x16\n\x14GetWeightVersionCall\"1\n\x14SetWeightVersionCall\x12\x19\n\x07version\x18\x01 \x01(\tB\x08\xca\xf4\x18\x04\x80\x01\x80\x02\"\\\n\x11UpdateWeightsCall\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05names\x18\x02 \x03(\t\x12*\n\x07version\x18\x03 \x01(\tB\x19\xca\xf4\x18\x15\n\x0fthe label stays\x80\x01\x80\x02\"\x0f\n\rGetConfigCall\"\x13\n\x11GetStatisticsCall\"M\n\x14SaveShardedStateCall\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07pattern\x18\x02 \x01(\t\x12\x16\n\x0emax_size_bytes\x18\x03 \x01(\x04\"\x0f\n\rFlushPinsCall\"\x1f\n\x0eSupportedTasks\x12\r\n\x05tasks\x18\x01 \x03(\t\"E\n\x0eLoadedAdapters\x12\x33\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32!.triptych.engine.v1.LoadedAdapter\"\\\n\rLoadedAdapter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x0f\n\x07in_slot\x18\x05 \x01(\x08\"B\n\rEngineOptions\x12\x31\n\x07options\x18\x01 \x03(\x0b\x32 .triptych.engine.v1.EngineOption\";\n\x0c\x45ngineOption\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x0e\n\x06origin\x18\x03 \x01(\t*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x03\x42H\n\x12triptych.engine.v1P\x01Z\x1btriptych/engine/v1;enginev1\xaa\x02\x12Triptych.Engine.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n triptych/engine/v1/utility.proto\x12\x12triptych.engine.v1\x1a\x1etriptych/common/v1/error.proto\x1a triptych/engine/v1/session.proto\x1a\x1ftriptych/options/v1/rules.proto\"\xbe\x0c\n\x0bUtilityCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12/\n\ntimeout_ms\x18\x02 \x01(\x04\x42\x16\xca\xf4\x18\x12\n\x06\x36\x30,000\xd1\x01\x00\x00\x00\x00@wKAH\x01\x88\x01\x01\x12H\n\x13get_supported_tasks\x18\x03 \x01(\x0b\x32).triptych.engine.v1.GetSupportedTasksCallH\x00\x12.\n\x05pause\x18\x04 \x01(\x0b\x32\x1d.triptych.engine.v1.PauseCallH\x00\x12\x30\n\x06resume\x18\x05 \x01(\x0b\x32\x1e.triptych.engine.v1.ResumeCallH\x00\x12\x35\n\tis_paused\x18\x06 \x01(\x0b\x32 .triptych.engine.v1.IsPausedCallH\x00\x12.\n\x05sleep\x18\x07 \x01(\x0b\x32\x1d.triptych.engine.v1.SleepCallH\x00\x12,\n\x04wake\x18\x08 \x01(\x0b\x32\x1c.triptych.engine.v1.WakeCallH\x00\x12\x39\n\x0bis_sleeping\x18\t \x01(\x0b\x32\".triptych.engine.v1.IsSleepingCallH\x00\x12\x46\n\x12reset_prefix_cache\x18\n \x01(\x0b\x32(.triptych.engine.v1.ResetPrefixCacheCallH\x00\x12N\n\x16reset_multimodal_cache\x18\x0b \x01(\x0b\x32,.triptych.engine.v1.ResetMultimodalCacheCallH\x00\x12H\n\x13reset_encoder_cache\x18\x0c \x01(\x0b\x32).triptych.engine.v1.ResetEncoderCacheCallH\x00\x12\x39\n\x0b\x61\x64\x64_adapter\x18\r \x01(\x0b\x32\".triptych.engine.v1.AddAdapterCallH\x00\x12?\n\x0eremove_adapter\x18\x0e \x01(\x0b\x32%.triptych.engine.v1.RemoveAdapterCallH\x00\x12=\n\rlist_adapters\x18\x0f \x01(\x0b\x32$.triptych.engine.v1.ListAdaptersCallH\x00\x12\x39\n\x0bpin_adapter\x18\x10 \x01(\x0b\x32\".triptych.engine.v1.PinAdapterCallH\x00\x12\x32\n\x07profile\x18\x11 \x01(\x0b\x32\x1f.triptych.engine.v1.ProfileCallH\x00\x12H\n\x13\x65xecute_dummy_batch\x18\x12 \x01(\x0b\x32).triptych.engine.v1.ExecuteDummyBatchCallH\x00\x12\x38\n\ncollective\x18\x13 \x01(\x0b\x32\".triptych.engine.v1.CollectiveCallH\x00\x12\x46\n\x12get_weight_version\x18\x14 \x01(\x0b\x32(.triptych.engine.v1.GetWeightVersionCallH\x00\x12\x46\n\x12set_weight_version\x18\x15 \x01(\x0b\x32(.triptych.engine.v1.SetWeightVersionCallH\x00\x12?\n\x0eupdate_weights\x18\x16 \x01(\x0b\x32%.triptych.engine.v1.UpdateWeightsCallH\x00\x12\x37\n\nget_config\x18\x17 \x01(\x0b\x32!.triptych.engine.v1.GetConfigCallH\x00\x12?\n\x0eget_statistics\x18\x18 \x01(\x0b\x32%.triptych.engine.v1.GetStatisticsCallH\x00\x12\x46\n\x12save_sharded_state\x18\x19 \x01(\x0b\x32(.triptych.engine.v1.SaveShardedStateCallH\x00\x12\x37\n\nflush_pins\x18\x1a \x01(\x0b\x32!.triptych.engine.v1.FlushPinsCallH\x00\x42\x06\n\x04\x63\x61llB\r\n\x0b_timeout_ms\"\x8c\x04\n\rUtilityResult\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x32\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1f.triptych.common.v1.ErrorStatusH\x00\x12/\n\x04\x64one\x18\x03 \x01(\x0b\x32\x1f.triptych.engine.v1.UtilityDoneH\x00\x12=\n\x0fsupported_tasks\x18\x04 \x01(\x0b\x32\".triptych.engine.v1.SupportedTasksH\x00\x12\x13\n\tis_paused\x18\x05 \x01(\x08H\x00\x12\x15\n\x0bis_sleeping\x18\x06 \x01(\x08H\x00\x12\x36\n\x08\x61\x64\x61pters\x18\x07 \x01(\x0b\x32\".triptych.engine.v1.LoadedAdaptersH\x00\x12\x18\n\x0eweight_version\x18\x08 \x01(\tH\x00\x12\x33\n\x06\x63onfig\x18\t \x01(\x0b\x32!.triptych.engine.v1.EngineOptionsH\x00\x12/\n\nstatistics\x18\n \x01(\x0b\x32\x19.triptych.engine.v1.StatsH\x00\x12:\n\ncollective\x18\x0b \x01(\x0b\x32$.triptych.engine.v1.CollectiveResultH\x00\x12\x1c\n\x12reset_prefix_cache\x18\x0c \x01(\x08H\x00\x42\x08\n\x06result\"\r\n\x0bUtilityDone\"\x17\n\x15GetSupportedTasksCall\"b\n\tPauseCall\x12+\n\x04mode\x18\x01 \x01(\x0e\x32\x1d.triptych.engine.v1.PauseMode\x12\x18\n\x0b\x63lear_cache\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x0e\n\x0c_clear_cache\"\x0c\n\nResumeCall\"\x0e\n\x0cIsPausedCall\"V\n\tSleepCall\x12\x12\n\x05level\x18\x01 \x01(\rH\x00\x88\x01\x01\x12+\n\x04mode\x18\x02 \x01(\x0e\x32\x1d.triptych.engine.v1.PauseModeB\x08\n\x06_level\"\x18\n\x08WakeCall\x12\x0c\n\x04tags\x18\x01 \x03(\t\"\x10\n\x0eIsSleepingCall\"F\n\x14ResetPrefixCacheCall\x12\x15\n\rreset_running\x18\x01 \x01(\x08\x12\x17\n\x0freset_connector\x18\x02 \x01(\x08\"\x1a\n\x18ResetMultimodalCacheCall\"\x17\n\x15ResetEncoderCacheCall\"Z\n\x0e\x41\x64\x64\x41\x64\x61pterCall\x12\x1a\n\x04name\x18\x01 \x01(\tB\x0c\xca\xf4\x18\x08x\x01\x80\x01@\x90\x01\x01\x12\x1b\n\x04path\x18\x02 \x01(\tB\r\xca\xf4\x18\tx\x01\x80\x01\x80 \x90\x01\x01\x12\x0f\n\x07replace\x18\x03 \x01(\x08\"!\n\x11RemoveAdapterCall\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x12\n\x10ListAdaptersCall\"\x1e\n\x0ePinAdapterCall\x12\x0c\n\x04name\x18\x01 \x01(\t\",\n\x0bProfileCall\x12\r\n\x05start\x18\x01 \x01(\x08\x12\x0e\n\x06prefix\x18\x02 \x01(\t\"\x17\n\x15\x45xecuteDummyBatchCall\"Y\n\x0e\x43ollectiveCall\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x39\n\targuments\x18\x02 \x03(\x0b\x32&.triptych.engine.v1.CollectiveArgument\"p\n\x12\x43ollectiveArgument\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x11\n\x07integer\x18\x03 \x01(\x03H\x00\x12\x10\n\x06number\x18\x04 \x01(\x01H\x00\x12\x0e\n\x04\x66lag\x18\x05 \x01(\x08H\x00\x42\x07\n\x05value\"!\n\x10\x43ollectiveResult\x12\r\n\x05ranks\x18\x01 \x03(\t\"\x16\n\x14GetWeightVersionCall\"1\n\x14SetWeightVersionCall\x12\x19\n\x07version\x18\x01 \x01(\tB\x08\xca\xf4\x18\x04\x80\x01\x80\x02\"\\\n\x11UpdateWeightsCall\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05names\x18\x02 \x03(\t\x12*\n\x07version\x18\x03 \x01(\tB\x19\xca\xf4\x18\x15\n\x0fthe label stays\x80\x01\x80\x02\"\x0f\n\rGetConfigCall\"\x13\n\x11GetStatisticsCall\"M\n\x14SaveShardedStateCall\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07pattern\x18\x02 \x01(\t\x12\x16\n\x0emax_size_bytes\x18\x03 \x01(\x04\"\x0f\n\rFlushPinsCall\"\x1f\n\x0eSupportedTasks\x12\r\n\x05tasks\x18\x01 \x03(\t\"E\n\x0eLoadedAdapters\x12\x33\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32!.triptych.engine.v1.LoadedAdapter\"\\\n\rLoadedAdapter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x0f\n\x07in_slot\x18\x05 \x01(\x08\"B\n\rEngineOptions\x12\x31\n\x07options\x18\x01 \x03(\x0b\x32 .triptych.engine.v1.EngineOption\";\n\x0c\x45ngineOption\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x0e\n\x06origin\x18\x03 \x01(\t*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x03\x42H\n\x12triptych.engine.v1P\x01Z\x1btriptych/engine/v1;enginev1\xaa\x02\x12Triptych.Engine.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,12 +37,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\022triptych.engine.v1P\001Z\033triptych/engine/v1;enginev1\252\002\022Triptych.Engine.V1'
   _globals['_UTILITYCALL'].fields_by_name['timeout_ms']._loaded_options = None
   _globals['_UTILITYCALL'].fields_by_name['timeout_ms']._serialized_options = b'\312\364\030\022\n\00660,000\321\001\000\000\000\000@wKA'
+  _globals['_ADDADAPTERCALL'].fields_by_name['name']._loaded_options = None
+  _globals['_ADDADAPTERCALL'].fields_by_name['name']._serialized_options = b'\312\364\030\010x\001\200\001@\220\001\001'
+  _globals['_ADDADAPTERCALL'].fields_by_name['path']._loaded_options = None
+  _globals['_ADDADAPTERCALL'].fields_by_name['path']._serialized_options = b'\312\364\030\tx\001\200\001\200 \220\001\001'
   _globals['_SETWEIGHTVERSIONCALL'].fields_by_name['version']._loaded_options = None
   _globals['_SETWEIGHTVERSIONCALL'].fields_by_name['version']._serialized_options = b'\312\364\030\004\200\001\200\002'
   _globals['_UPDATEWEIGHTSCALL'].fields_by_name['version']._loaded_options = None
   _globals['_UPDATEWEIGHTSCALL'].fields_by_name['version']._serialized_options = b'\312\364\030\025\n\017the label stays\200\001\200\002'
-  _globals['_PAUSEMODE']._serialized_start=3801
-  _globals['_PAUSEMODE']._serialized_end=3904
+  _globals['_PAUSEMODE']._serialized_start=3830
+  _globals['_PAUSEMODE']._serialized_end=3933
   _globals['_UTILITYCALL']._serialized_start=156
   _globals['_UTILITYCALL']._serialized_end=1754
   _globals['_UTILITYRESULT']._serialized_start=1757
@@ -70,45 +74,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESETENCODERCACHECALL']._serialized_start=2685
   _globals['_RESETENCODERCACHECALL']._serialized_end=2708
   _globals['_ADDADAPTERCALL']._serialized_start=2710
-  _globals['_ADDADAPTERCALL']._serialized_end=2771
-  _globals['_REMOVEADAPTERCALL']._serialized_start=2773
-  _globals['_REMOVEADAPTERCALL']._serialized_end=2806
-  _globals['_LISTADAPTERSCALL']._serialized_start=2808
-  _globals['_LISTADAPTERSCALL']._serialized_end=2826
-  _globals['_PINADAPTERCALL']._serialized_start=2828
-  _globals['_PINADAPTERCALL']._serialized_end=2858
-  _globals['_PROFILECALL']._serialized_start=2860
-  _globals['_PROFILECALL']._serialized_end=2904
-  _globals['_EXECUTEDUMMYBATCHCALL']._serialized_start=2906
-  _globals['_EXECUTEDUMMYBATCHCALL']._serialized_end=2929
-  _globals['_COLLECTIVECALL']._serialized_start=2931
-  _globals['_COLLECTIVECALL']._serialized_end=3020
-  _globals['_COLLECTIVEARGUMENT']._serialized_start=3022
-  _globals['_COLLECTIVEARGUMENT']._serialized_end=3134
-  _globals['_COLLECTIVERESULT']._serialized_start=3136
-  _globals['_COLLECTIVERESULT']._serialized_end=3169
-  _globals['_GETWEIGHTVERSIONCALL']._serialized_start=3171
-  _globals['_GETWEIGHTVERSIONCALL']._serialized_end=3193
-  _globals['_SETWEIGHTVERSIONCALL']._serialized_start=3195
-  _globals['_SETWEIGHTVERSIONCALL']._serialized_end=3244
-  _globals['_UPDATEWEIGHTSCALL']._serialized_start=3246
-  _globals['_UPDATEWEIGHTSCALL']._serialized_end=3338
-  _globals['_GETCONFIGCALL']._serialized_start=3340
-  _globals['_GETCONFIGCALL']._serialized_end=3355
-  _globals['_GETSTATISTICSCALL']._serialized_start=3357
-  _globals['_GETSTATISTICSCALL']._serialized_end=3376
-  _globals['_SAVESHARDEDSTATECALL']._serialized_start=3378
-  _globals['_SAVESHARDEDSTATECALL']._serialized_end=3455
-  _globals['_FLUSHPINSCALL']._serialized_start=3457
-  _globals['_FLUSHPINSCALL']._serialized_end=3472
-  _globals['_SUPPORTEDTASKS']._serialized_start=3474
-  _globals['_SUPPORTEDTASKS']._serialized_end=3505
-  _globals['_LOADEDADAPTERS']._serialized_start=3507
-  _globals['_LOADEDADAPTERS']._serialized_end=3576
-  _globals['_LOADEDADAPTER']._serialized_start=3578
-  _globals['_LOADEDADAPTER']._serialized_end=3670
-  _globals['_ENGINEOPTIONS']._serialized_start=3672
-  _globals['_ENGINEOPTIONS']._serialized_end=3738
-  _globals['_ENGINEOPTION']._serialized_start=3740
-  _globals['_ENGINEOPTION']._serialized_end=3799
+  _globals['_ADDADAPTERCALL']._serialized_end=2800
+  _globals['_REMOVEADAPTERCALL']._serialized_start=2802
+  _globals['_REMOVEADAPTERCALL']._serialized_end=2835
+  _globals['_LISTADAPTERSCALL']._serialized_start=2837
+  _globals['_LISTADAPTERSCALL']._serialized_end=2855
+  _globals['_PINADAPTERCALL']._serialized_start=2857
+  _globals['_PINADAPTERCALL']._serialized_end=2887
+  _globals['_PROFILECALL']._serialized_start=2889
+  _globals['_PROFILECALL']._serialized_end=2933
+  _globals['_EXECUTEDUMMYBATCHCALL']._serialized_start=2935
+  _globals['_EXECUTEDUMMYBATCHCALL']._serialized_end=2958
+  _globals['_COLLECTIVECALL']._serialized_start=2960
+  _globals['_COLLECTIVECALL']._serialized_end=3049
+  _globals['_COLLECTIVEARGUMENT']._serialized_start=3051
+  _globals['_COLLECTIVEARGUMENT']._serialized_end=3163
+  _globals['_COLLECTIVERESULT']._serialized_start=3165
+  _globals['_COLLECTIVERESULT']._serialized_end=3198
+  _globals['_GETWEIGHTVERSIONCALL']._serialized_start=3200
+  _globals['_GETWEIGHTVERSIONCALL']._serialized_end=3222
+  _globals['_SETWEIGHTVERSIONCALL']._serialized_start=3224
+  _globals['_SETWEIGHTVERSIONCALL']._serialized_end=3273
+  _globals['_UPDATEWEIGHTSCALL']._serialized_start=3275
+  _globals['_UPDATEWEIGHTSCALL']._serialized_end=3367
+  _globals['_GETCONFIGCALL']._serialized_start=3369
+  _globals['_GETCONFIGCALL']._serialized_end=3384
+  _globals['_GETSTATISTICSCALL']._serialized_start=3386
+  _globals['_GETSTATISTICSCALL']._serialized_end=3405
+  _globals['_SAVESHARDEDSTATECALL']._serialized_start=3407
+  _globals['_SAVESHARDEDSTATECALL']._serialized_end=3484
+  _globals['_FLUSHPINSCALL']._serialized_start=3486
+  _globals['_FLUSHPINSCALL']._serialized_end=3501
+  _globals['_SUPPORTEDTASKS']._serialized_start=3503
+  _globals['_SUPPORTEDTASKS']._serialized_end=3534
+  _globals['_LOADEDADAPTERS']._serialized_start=3536
+  _globals['_LOADEDADAPTERS']._serialized_end=3605
+  _globals['_LOADEDADAPTER']._serialized_start=3607
+  _globals['_LOADEDADAPTER']._serialized_end=3699
+  _globals['_ENGINEOPTIONS']._serialized_start=3701
+  _globals['_ENGINEOPTIONS']._serialized_end=3767
+  _globals['_ENGINEOPTION']._serialized_start=3769
+  _globals['_ENGINEOPTION']._serialized_end=3828
 # @@protoc_insertion_point(module_scope)
