@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from frontend_svc.output.collector import Ending, EndReason
@@ -29,14 +29,14 @@ class PoolingState:
     on_lost: called if its engine is lost, or refuses it and another may not: the request can be sent again.
     """
 
-    __slots__ = ("_num_cached", "_result", "_tensor", "on_lost")
+    __slots__ = ("_num_cached", "_parts", "_result", "on_lost")
 
     wants_logprobs = False
     has_stop_strings = False
 
     def __init__(self) -> None:
         self._result: asyncio.Future[Pooled] = asyncio.get_running_loop().create_future()
-        self._tensor: tensor_pb2.Tensor | None = None
+        self._parts: list[tensor_pb2.Tensor] = []
         self._num_cached = 0
         self.on_lost: Callable[[LossKind, ServiceError], None] | None = None
 
@@ -45,9 +45,9 @@ class PoolingState:
         return await self._result
 
     def add_extra(self, extra: step_pb2.StepExtra) -> None:
-        """Store the result, which is delivered when the request has ended."""
+        """Store the result, or its next part, which is delivered when the request has ended."""
         if extra.HasField("pooling_output"):
-            self._tensor = extra.pooling_output
+            self._parts.append(extra.pooling_output)
 
     def note_cached(self, num_cached_tokens: int) -> None:
         self._num_cached = num_cached_tokens
@@ -62,14 +62,16 @@ class PoolingState:
             return ending
         if ending.reason is EndReason.ABORT:
             self._result.set_exception(Aborted("the request was aborted before its result was computed"))
-        elif self._tensor is None or ending.reason is EndReason.ERROR:
+        elif not self._parts or ending.reason is EndReason.ERROR:
             self._result.set_exception(Internal("the engine ended the request without a result"))
         else:
-            self._result.set_result(Pooled(self._tensor, self._num_cached))
+            self._result.set_result(Pooled(_joined(self._parts), self._num_cached))
         return ending
 
     def lose(self, loss: Loss) -> None:
         """The engine is lost: retry elsewhere, or end with the loss's error."""
+        # Another engine makes the whole result.
+        self._parts.clear()
         if self.on_lost is None:
             self.end_with(loss.error())
         else:
@@ -86,3 +88,14 @@ class PoolingState:
         """End with `error`, without a retry."""
         if not self._result.done():
             self._result.set_exception(error)
+
+
+def _joined(parts: Sequence[tensor_pb2.Tensor]) -> tensor_pb2.Tensor:
+    """The tensor whose first dimension was sent in parts."""
+    if len(parts) == 1:
+        return parts[0]
+    return tensor_pb2.Tensor(
+        dtype=parts[0].dtype,
+        shape=[sum(part.shape[0] for part in parts), *parts[0].shape[1:]],
+        inline=b"".join(part.inline for part in parts),
+    )

@@ -245,3 +245,19 @@ async def test_after_a_loss_or_a_temporary_refusal_another_engine_may_finish_it(
     processor.process(StepColumns([9], [0], [], {0: AT_STOP}, {}, extras={0: [RESULT]}))
     assert (await state.result()).tensor == TENSOR
     assert reported == [LossKind.DEATH, LossKind.REFUSED]
+
+
+async def test_a_result_of_several_messages_is_joined_and_begins_anew_after_a_loss():
+    processor, state, _ = registered()
+    state.on_lost = lambda cause, error: None
+    first = tensor_pb2.Tensor(dtype=tensor_pb2.D_TYPE_FP32, shape=[2, 1], inline=b"00001111")
+    second = tensor_pb2.Tensor(dtype=tensor_pb2.D_TYPE_FP32, shape=[1, 1], inline=b"2222")
+    extras = [step_pb2.StepExtra(pooling_output=part) for part in (first, second)]
+    processor.process(StepColumns([7], [0], [], {}, {}, extras={0: extras[:1]}))
+    processor.lose_all(Loss("engine:1", LossKind.DEATH, "reset"))
+    processor.register(8, state)
+    for extra in extras:
+        processor.process(StepColumns([8], [0], [], {}, {}, extras={0: [extra]}))
+    processor.process(StepColumns([8], [0], [], {0: AT_STOP}, {}))
+    tensor = (await state.result()).tensor
+    assert (list(tensor.shape), tensor.inline) == ([3, 1], b"000011112222")
