@@ -86,6 +86,23 @@ class CoreConfig(SecurityOptions):
         choices=("auto", "native", "transformers"),
         help="which code runs the model; auto: native if there is an implementation of the architecture",
     )
+    runner: str = option(
+        "auto",
+        choices=("auto", "generate", "pooling"),
+        help="what the model is for: tokens, or results from its hidden states, as embeddings and classes; "
+        "auto: as its config.json and modules.json say",
+    )
+    convert: str = option(
+        "auto",
+        choices=("auto", "none", "embed", "classify"),
+        help="which results it computes from hidden states; embed makes vectors with a model that generates, "
+        "beside its tokens with --runner generate; auto: by its architecture",
+    )
+    pooler_config: str | None = option(
+        None,
+        help="how these results are made, as JSON: pooling_type (CLS, LAST, MEAN, MAX), normalize, "
+        "use_activation (default: as the checkpoint says)",
+    )
     quantization: str = option(
         "none",
         short="q",

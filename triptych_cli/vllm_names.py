@@ -149,10 +149,7 @@ SENTENCES: dict[str, str] = {
     "config_format": "config.json is read from the model's folder",
     "generation_config": _DEFAULTS,
     "override_generation_config": _DEFAULTS,
-    "runner": _TASK,
-    "convert": _TASK,
     "task": _TASK,
-    "pooler_config": _TASK,
     "override_pooler_config": _TASK,
     "skip_tokenizer_init": "a frontend needs the tokenizer; prompts may be token ids, and detokenize=False "
     "leaves texts out of the answers",

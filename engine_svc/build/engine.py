@@ -412,6 +412,7 @@ def _describe(config: EngineConfig, artifacts: tuple[Artifact, ...], side: Runne
         vocab_size=model.vocab_size,
         eos_token_ids=main_eos_first(folder, model.eos_token_ids),
         default_sampling=read_sampling_defaults(folder),
+        supported_tasks=model.tasks,
         max_logprobs=config.max_logprobs,
         hidden_size=model.hidden_size,
         tensor_parallel_size=config.tensor_parallel_size,

@@ -14,14 +14,14 @@ from engine_svc.cache.observer import StoredBlocks
 from engine_svc.convert.feature import AddContext, WireFeatures, to_us
 from engine_svc.convert.logprobs import add_logprobs, pack
 from engine_svc.convert.sampling import to_sampling
-from engine_svc.core.facts import EngineFacts
+from engine_svc.core.facts import GENERATE, EngineFacts
 from engine_svc.core.request import NO_STOP_TOKEN, DraftUse, FinishReason, FirstOutput, PrefillStats, Request
 from engine_svc.loop.mailbox import AllBlocksRemoved, KVEvent, KVEventBatch, RemovedBlocks
 from engine_svc.loop.step_output import FinishedRow, StepOutput
 from engine_svc.tensors.source import TensorSource
 from triptych.common.v1 import error_pb2, output_pb2, sampling_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2, step_pb2
-from triptych_kit.errors import InvalidArgument, ServiceError, to_details, to_number, to_parts
+from triptych_kit.errors import InvalidArgument, ServiceError, Unimplemented, to_details, to_number, to_parts
 from triptych_kit.field_checks import check, to_token_ids
 from triptych_kit.rules import MAX_LOGPROBS, VOCABULARY, MessageRules
 
@@ -67,6 +67,13 @@ def to_request(
     if entry.WhichOneof("params") is None:
         raise InvalidArgument("params is not set, it takes sampling or pooling", field="params")
     samples = entry.HasField("sampling")
+    if samples and GENERATE not in facts.supported_tasks:
+        supported = ", ".join(facts.supported_tasks)
+        raise Unimplemented(
+            f"the model samples no tokens, it supports {supported}",
+            reason="TASK_NOT_SUPPORTED",
+            metadata={"task": GENERATE, "supported_tasks": supported},
+        )
     # The last token of a sequence is sampled and never computed.
     takes = facts.max_model_len - samples
     sampling = features.served(entry.sampling)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 # The revision of the engine contract that this code implements.
 SCHEMA_REVISION = 1
 
+GENERATE = "generate"  # the task of sampling tokens
+
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
@@ -70,7 +72,7 @@ class EngineFacts:
     vocab_size: int
     eos_token_ids: tuple[int, ...]  # the main one first
     default_sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
-    supported_tasks: tuple[str, ...] = ("generate",)
+    supported_tasks: tuple[str, ...] = (GENERATE,)
     max_logprobs: int = 20  # limit of top logprobs per position; -1 = the whole vocabulary
     hidden_size: int = 0  # of the input embeddings; 0 if unknown
     tensor_parallel_size: int = 1

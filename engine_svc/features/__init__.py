@@ -20,6 +20,7 @@ FEATURES = (
     "adapters",
     "prompt_embeds",
     "prompt_logprobs",
+    "pooling",
     "token_rules",
     "penalties",
     "thinking_budget",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine_svc.core.facts import GENERATE
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
@@ -70,6 +72,7 @@ class ModelFacts:
     num_parameters: int  # of the whole model, or of this rank's share
     weights_digest: str  # sha256 over config.json, the safetensors headers, the file sizes and the dtype
     hidden_size: int = 0  # of the input embeddings; 0 where the model takes none
+    tasks: tuple[str, ...] = (GENERATE,)
     # Only for a pipeline stage: the groups of the whole model, each with the layers of this stage.
     stage_groups: tuple[LayerGroup, ...] | None = None
 

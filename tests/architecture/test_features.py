@@ -28,6 +28,7 @@ NAMES = {
     "nan_counts": [{"nan", "counts"}],
     "prompt_embeds": [{"embeds"}, {"embedded"}, {"embeddings"}],
     "prompt_logprobs": [{"prompt", "logprobs"}, {"prompt", "logprob"}],
+    "pooling": [{"pooling"}, {"pooler"}, {"pooled"}],
     "penalties": [{"penalty"}, {"penalties"}],
     "structured_output": [{"structured"}, {"grammar"}, {"grammars"}],
     "thinking_budget": [{"thinking"}],
@@ -46,6 +47,11 @@ ALLOWED = {
     "adapters": {},
     "request_events": _SUBSCRIPTION,
     "kv_events": _SUBSCRIPTION | {"engine_svc/build/engine.py": "makes the log that the call reads"},
+    "pooling": {
+        "engine_svc/core/pooling_spec.py": "what a checkpoint says of it, for its loader and the wire",
+        "engine_svc/config.py": "says what the checkpoint is loaded for",
+        "engine_svc/build/runner.py": "passes it to the loader",
+    },
     "penalties": {
         "engine_svc/core/facts.py": "the model's defaults, which the frontend applies",
         "engine_svc/build/fingerprint.py": "reads these defaults",

@@ -140,7 +140,8 @@ def is_refused_in_an_add(field: str) -> bool:
 @functools.cache
 def every_feature() -> WireFeatures:
     """Of an engine with all features that have to be enabled."""
-    return wire_features(EngineConfig(model=str(EMBEDDED), enable_prompt_embeds=True, enable_lora=True))
+    options = {"enable_prompt_embeds": True, "enable_lora": True, "runner": "generate", "convert": "embed"}
+    return wire_features(EngineConfig(str(EMBEDDED), **options))
 
 
 CALLS = {field.name for field in utility_pb2.UtilityCall.DESCRIPTOR.oneofs_by_name["call"].fields}

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engine_svc.core.facts import GENERATE
+from engine_svc.core.pooling_spec import PoolingFilesError, PoolingOptions, PoolingSpec, read_pooling_spec
 from engine_svc.model.errors import CheckpointError, UnsupportedModel, listed
 from engine_svc.model.facts import KVShape, ModelFacts
 from engine_svc.model.loading.checkpoint import Checkpoint, replaced_tensors, weights_digest
@@ -27,9 +29,11 @@ from engine_svc.model.native.gemma import GemmaBuilder
 from engine_svc.model.native.spec import DecoderSpec, NotNative, read_spec, rotary_table
 from engine_svc.model.native.stated_config import read_stated_config
 from engine_svc.model.parallel import Parallel, Solo
+from engine_svc.model.pooler import make_pooler
 from triptych_kernels import Ops, ops_for, set_num_threads
 
 if TYPE_CHECKING:
+    from engine_svc.model.transformers.encoder import EncoderModel
     from engine_svc.model.transformers.model import TransformersModel
 
 logger = logging.getLogger(__name__)
@@ -48,7 +52,7 @@ _DTYPES = {
 class LoadedModel:
     """A model ready to run, with its facts."""
 
-    model: NativeDecoder | TransformersModel
+    model: NativeDecoder | TransformersModel | EncoderModel
     facts: ModelFacts
     ops: Ops
     device: torch.device
@@ -70,6 +74,7 @@ class LoadOptions:
     is_deterministic: logits depend only on the weights and the tokens before; None is True on a CPU, if there
         are kernels for it, and False on a GPU.
     cpu_isa: "auto" uses the widest instructions of the CPU; "avx512" and "avx2" do not use wider ones.
+    pooling: whether and how results are made from hidden states.
     """
 
     dtype: str = "auto"
@@ -79,6 +84,7 @@ class LoadOptions:
     num_threads: int | None = None
     is_deterministic: bool | None = None
     cpu_isa: str = "auto"
+    pooling: PoolingOptions | None = None
 
 
 def ignore_progress(phase: str, done: int, total: int) -> None:
@@ -159,7 +165,11 @@ def _load(
         raise CheckpointError(
             f"{folder} is not a folder: the model must be a Hugging Face folder, or org/name of a hub"
         )
-    config = read_model_config(folder, options)
+    try:
+        pooling = read_pooling_spec(folder, options.pooling)
+    except PoolingFilesError as error:
+        raise CheckpointError(str(error)) from error
+    config = read_model_config(folder, options, pooling)
     if config.max_position < 0:
         raise CheckpointError(f"{folder}/config.json: the maximum sequence length is {config.max_position}")
     reader = WeightReader(
@@ -177,17 +187,25 @@ def _load(
         architecture=config.architecture,
         kv_shapes=(),
         vocab_size=config.vocab_size,
-        max_position=config.max_position,
+        max_position=_max_position(config, pooling),
         eos_token_ids=_eos_token_ids(folder, config),
         dtype=name,
         num_parameters=0,
         weights_digest=weights_digest(folder, reader.files, dtype, reader.replaced),
+        tasks=(GENERATE,) if pooling is None else pooling.tasks,
     )
-    model: NativeDecoder | TransformersModel
+    model: NativeDecoder | TransformersModel | EncoderModel
     if _is_native(config, options, parallel, share):
         model = _native(config, reader, facts, options.quantization, device, ops, parallel, share)
         kv_shapes: tuple[KVShape, ...] = model.kv_shapes
         num_parameters = model.num_parameters
+    elif pooling is not None and pooling.is_encoder:
+        from engine_svc.model.transformers.load import load_encoder
+
+        model, num_parameters = load_encoder(config, reader, folder, pooling, dtype, device)
+        kv_shapes = ()
+        if options.is_deterministic:
+            _note_variance(True, device, ops, f"in {facts.architecture}", "auto or off")
     else:
         # Imported here: transformers' model code takes long to import, and native models do not need it.
         from engine_svc.model.transformers.load import load_transformers_model
@@ -196,6 +214,12 @@ def _load(
         kv_shapes = warm.kv_shapes
         if is_invariant and not warm.is_batch_invariant:
             _note_variance(options.is_deterministic, device, ops, f"in {facts.architecture}", "auto or off")
+    if pooling is not None and not pooling.is_encoder:
+        if pooling.head != "embed":
+            raise UnsupportedModel(
+                f"{facts.architecture} has a head for classes; those of decoders cannot be served"
+            )
+        model.pooler = make_pooler(pooling, folder, dtype=dtype, device=device)
     facts = replace(
         facts, kv_shapes=kv_shapes, num_parameters=num_parameters, hidden_size=model.embedding_size
     )
@@ -230,7 +254,16 @@ def read_llama_config(folder: Path) -> tuple[dict[str, Any], Any]:
     return content, config
 
 
-def read_model_config(folder: Path, options: LoadOptions | None = None) -> ModelConfig:
+def _max_position(config: ModelConfig, pooling: PoolingSpec | None) -> int:
+    """The longest sequence; a model that only pools takes what its files say."""
+    if pooling is None or pooling.max_length is None or GENERATE in pooling.tasks:
+        return config.max_position
+    return min(config.max_position, pooling.max_length)
+
+
+def read_model_config(
+    folder: Path, options: LoadOptions | None = None, pooling: PoolingSpec | None = None
+) -> ModelConfig:
     """The config of the folder; without transformers where that need not be imported."""
     if options is None or options.model_impl != "transformers":
         stated = read_stated_config(folder)
@@ -239,7 +272,7 @@ def read_model_config(folder: Path, options: LoadOptions | None = None) -> Model
     # Imported here for the reason given in `stated_config`.
     from engine_svc.model.transformers.registry import read_config
 
-    return read_config(folder)
+    return read_config(folder, pooling.head if pooling is not None and pooling.is_encoder else None)
 
 
 def has_experts(folder: str | Path) -> bool:

@@ -24,6 +24,7 @@ from engine_svc.model.low_rank import (
 from engine_svc.model.native.exchange import ExpertExchange, NoExchange
 from engine_svc.model.native.layers import DecoderLayer, Projection, SharedMixture
 from engine_svc.model.parallel import Parallel
+from engine_svc.model.pooler import Pooler
 from triptych_kernels import FusedLayers, Ops
 
 
@@ -72,6 +73,7 @@ class NativeDecoder:
     num_bytes: int  # of this rank's parameters
     is_fusible: bool = False  # it is whole on this rank, so its layers may be one op
     exchange: ExpertExchange = field(default_factory=NoExchange)
+    pooler: Pooler | None = None  # of a model that has results besides tokens
     fused: FusedLayers | None = field(init=False, default=None)  # all layers as one op, if the ops have one
 
     def __post_init__(self) -> None:

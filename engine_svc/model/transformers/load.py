@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from engine_svc.core.pooling_spec import PoolingSpec
 from engine_svc.model.errors import CheckpointError, UnsupportedModel, listed
 from engine_svc.model.loading.model_config import ModelConfig
 from engine_svc.model.loading.weights import WeightReader, lazy_weights
+from engine_svc.model.transformers.encoder import EncoderModel, make_encoder
 from engine_svc.model.transformers.model import TransformersModel
 from engine_svc.model.transformers.registry import own_config, quiet_transformers
 from engine_svc.model.transformers.warm_up import WarmModel, warm_up
@@ -58,6 +61,26 @@ def load_transformers_model(
     return model, warm, num_parameters
 
 
+def load_encoder(
+    config: ModelConfig,
+    reader: WeightReader,
+    folder: Path,
+    spec: PoolingSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[EncoderModel, int]:
+    """The encoder with its head, and its number of parameters."""
+    assert config.model_class is not None, "transformers has read the config"
+    # The layer after the first token's state belongs to a head that is not used here.
+    parameters = inspect.signature(config.model_class.__init__).parameters
+    options: dict[str, Any] = {"add_pooling_layer": False} if "add_pooling_layer" in parameters else {}
+    with quiet_transformers():
+        module = _build(config.model_class, config.config, reader, dtype, folder, None, **options)
+        reader.finish()
+        module.to(device)  # type: ignore[arg-type]  # The stubs of transformers take no device.
+        return make_encoder(module, spec, folder, dtype, device), module.num_parameters()
+
+
 def _build(
     chosen_class: type[PreTrainedModel],
     config: PreTrainedConfig,
@@ -65,6 +88,7 @@ def _build(
     dtype: torch.dtype,
     folder: Path,
     experts: str | None,
+    **options: Any,
 ) -> PreTrainedModel:
     """The module with its weights; transformers renames and merges them as the architecture requires."""
     try:
@@ -79,6 +103,7 @@ def _build(
             experts_implementation=experts,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            **options,
         )
     except ImportError as error:
         raise UnsupportedModel(

@@ -30,6 +30,7 @@ from engine_svc.model.low_rank import (
     make_targets,
     pack_embedding,
 )
+from engine_svc.model.pooler import Pooler
 from engine_svc.model.transformers.batch_invariance import make_elementwise_invariant, prepack_calls
 from engine_svc.model.transformers.packing import PackedProjection, prepack_experts, prepack_projections
 from triptych_kernels import Ops
@@ -68,6 +69,7 @@ class TransformersModel:
         self.module = module
         self.name = type(module).__name__
         self.ops = ops
+        self.pooler: Pooler | None = None  # of a model that has results besides tokens
         # Under the first name the model makes no masks. No step uses them, and making one waits for the GPU
         # to see whether the batch contains several sequences.
         self._interface = f"triptych_{uuid.uuid4().hex}"

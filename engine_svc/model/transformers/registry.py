@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine_svc.model.errors import CheckpointError, ModelError, UnsupportedModel
 from engine_svc.model.loading.model_config import ModelConfig
+from engine_svc.model.transformers.encoder import encoder_class, first_position
 
 _ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _LENGTH_LIMITS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
@@ -23,9 +24,10 @@ FOREIGN_ERRORS = (
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_config(folder: Path, encoder_head: str | None = None) -> ModelConfig:
     """The folder's config.json as transformers understands it. Code in the folder is never run.
 
+    encoder_head: of an encoder, as in PoolingSpec; None for a decoder.
     Raises CheckpointError, or UnsupportedModel as `model_class` does.
     """
     path = folder / "config.json"
@@ -36,7 +38,13 @@ def read_config(folder: Path) -> ModelConfig:
             config: PreTrainedConfig = AutoConfig.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-        chosen_class, text_config = model_class(config), config.get_text_config()
+        text_config = config.get_text_config()
+        limit = max_position(config)
+        if encoder_head is None:
+            chosen_class = model_class(config)
+        else:
+            chosen_class = encoder_class(config, encoder_head)
+            limit -= first_position(config)
     except ModelError:
         raise
     except FOREIGN_ERRORS as error:
@@ -44,7 +52,7 @@ def read_config(folder: Path) -> ModelConfig:
     return ModelConfig(
         architecture=chosen_class.__name__,
         vocab_size=text_config.vocab_size,
-        max_position=max_position(config),
+        max_position=limit,
         eos_token_id=getattr(text_config, "eos_token_id", None),
         dtype=getattr(text_config, "dtype", None) or getattr(config, "dtype", None),
         config=config,

@@ -1,0 +1,97 @@
+"""Reads `pooling` of an ADD, and writes results into the rows of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine_svc.config import EngineConfig
+from engine_svc.convert.feature import AddContext, Parsed, WireFeature
+from engine_svc.core.pooling_spec import PoolingFilesError, PoolingOptions, PoolingSpec, read_pooling_spec
+from engine_svc.features.pooling.extras import PooledResult, PoolingRequest
+from triptych.common.v1 import sampling_pb2, tensor_pb2
+from triptych.engine.v1 import add_pb2, step_pb2
+from triptych_kit.errors import InvalidArgument, Unimplemented
+from triptych_kit.field_checks import unserved
+from triptych_kit.rules import MessageRules
+
+_RULES = MessageRules(sampling_pb2.PoolingParams)
+_TASKS = {
+    sampling_pb2.POOLING_TASK_EMBED: "embed",
+    sampling_pb2.POOLING_TASK_CLASSIFY: "classify",
+    sampling_pb2.POOLING_TASK_SCORE: "score",
+    sampling_pb2.POOLING_TASK_TOKEN_EMBED: "token_embed",
+    sampling_pb2.POOLING_TASK_TOKEN_CLASSIFY: "token_classify",
+}
+
+
+def make(config: EngineConfig) -> WireFeature | None:
+    try:
+        spec = read_pooling_spec(
+            Path(config.model), PoolingOptions(config.runner, config.convert, config.pooler_config)
+        )
+    except PoolingFilesError:
+        # Loading the model reports it.
+        return None
+    return None if spec is None else PoolingOfAdd(spec)
+
+
+class PoolingOfAdd(WireFeature):
+    """spec: of the model that the engine loads."""
+
+    fields = ("pooling",)
+    writes = PooledResult
+
+    def __init__(self, spec: PoolingSpec) -> None:
+        self._spec = spec
+
+    def parse(self, entry: add_pb2.AddEntry, context: AddContext) -> Parsed | None:
+        if not entry.HasField("pooling"):
+            return None
+        pooling = entry.pooling
+        broken = _RULES.violations(pooling, {})
+        if broken:
+            field = f"pooling.{broken[0].field}"
+            raise InvalidArgument(f"pooling.{broken[0].message}", field=field)
+        task = _TASKS.get(pooling.task)
+        if task is None:
+            raise InvalidArgument(
+                f"pooling.task is {pooling.task}, must be one of {', '.join(_TASKS.values())}",
+                field="pooling.task",
+            )
+        if task not in self._spec.tasks:
+            supported = ", ".join(self._spec.tasks)
+            raise Unimplemented(
+                f"pooling.task is {task}, this model supports {supported}",
+                reason="TASK_NOT_SUPPORTED",
+                metadata={"task": task, "supported_tasks": supported},
+            )
+        if pooling.late_interaction_key:
+            raise unserved("pooling.late_interaction_key")
+        num_dimensions = pooling.dimensions if pooling.HasField("dimensions") else None
+        if num_dimensions is not None:
+            self._check_dimensions(num_dimensions, task)
+        return Parsed(
+            PoolingRequest(
+                task, num_dimensions, pooling.normalize if pooling.HasField("normalize") else None
+            ),
+            # There are no states of positions that are not computed.
+            skips_reading_prefix_cache=task.startswith("token_") or self._spec.method != "last",
+        )
+
+    def write(self, step: step_pb2.Step, row: int, extra: PooledResult, now: float) -> None:
+        tensor = tensor_pb2.Tensor(dtype=tensor_pb2.D_TYPE_FP32, shape=extra.shape, inline=extra.content)
+        step.extras.add(row=row, pooling_output=tensor)
+
+    def _check_dimensions(self, num_dimensions: int, task: str) -> None:
+        allowed, most = self._spec.dimensions, self._spec.num_dimensions
+        rule = ""
+        if allowed is None or task not in ("embed", "token_embed"):
+            rule = f"left out: results of this model and task {task} cannot be cut"
+        elif num_dimensions > most:
+            rule = f"at most {most}"
+        elif allowed and num_dimensions not in allowed:
+            rule = f"one of {', '.join(map(str, allowed))}"
+        if rule:
+            raise InvalidArgument(
+                f"pooling.dimensions is {num_dimensions}, must be {rule}", field="pooling.dimensions"
+            )

@@ -1,0 +1,100 @@
+"""Pooling parameters of an ADD, and results in steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine_svc.convert import messages
+from engine_svc.convert.feature import WireFeatures
+from engine_svc.core.pooling_spec import PoolingSpec
+from engine_svc.core.request import Request
+from engine_svc.features.pooling.extras import PooledResult, PoolingRequest
+from engine_svc.features.pooling.wire import PoolingOfAdd
+from engine_svc.loop.step_output import StepOutput, split
+from tests.engine_svc.session.service_rig import column, make_entry, make_facts
+from triptych.common.v1 import sampling_pb2, tensor_pb2
+from triptych.engine.v1 import add_pb2
+from triptych_kit.errors import InvalidArgument, Unimplemented
+
+MAX_MODEL_LEN = make_facts().max_model_len
+EMBED = sampling_pb2.POOLING_TASK_EMBED
+SPEC = PoolingSpec(("embed", "token_embed"), "embed", True, "mean", 32, dimensions=(8, 16))
+
+
+def read(num_tokens: int = 5, spec: PoolingSpec = SPEC, **pooling: object) -> Request:
+    entry = add_pb2.AddEntry(
+        handle=1,
+        request_id="1" * 32,
+        prompt_token_ids=column([7] * num_tokens),
+        pooling=sampling_pb2.PoolingParams(**{"task": EMBED, **pooling}),
+    )
+    facts = replace(make_facts(), supported_tasks=spec.tasks)
+    features = WireFeatures([PoolingOfAdd(spec)])
+    return messages.to_request(entry, session_number=1, facts=facts, now=1.0, features=features)
+
+
+def test_a_request_has_what_is_asked_for_and_samples_no_token():
+    request = read(dimensions=8, normalize=False)
+    assert request.extras == {PoolingRequest: PoolingRequest("embed", 8, False)}
+    assert not request.samples
+
+
+def test_its_prompt_may_have_all_positions():
+    assert read(MAX_MODEL_LEN).num_prompt_tokens == MAX_MODEL_LEN
+    with pytest.raises(InvalidArgument, match=f"{MAX_MODEL_LEN + 1} tokens, the model takes {MAX_MODEL_LEN}"):
+        read(MAX_MODEL_LEN + 1)
+
+
+def test_cached_prefixes_are_read_where_the_last_token_makes_the_result():
+    assert read().sampling.skip_reading_prefix_cache
+    last = replace(SPEC, method="last")
+    assert not read(spec=last).sampling.skip_reading_prefix_cache
+    per_token = sampling_pb2.POOLING_TASK_TOKEN_EMBED
+    assert read(spec=last, task=per_token).sampling.skip_reading_prefix_cache
+
+
+@pytest.mark.parametrize(
+    ("pooling", "error", "message"),
+    [
+        ({"task": 0}, InvalidArgument, "pooling.task is 0, must be one of embed, "),
+        ({"task": 99}, InvalidArgument, "pooling.task is 99, must be one of embed, "),
+        (
+            {"task": sampling_pb2.POOLING_TASK_CLASSIFY},
+            Unimplemented,
+            "pooling.task is classify, this model supports embed, token_embed",
+        ),
+        ({"dimensions": 0}, InvalidArgument, "pooling.dimensions is 0, must be "),
+        ({"dimensions": 9}, InvalidArgument, "pooling.dimensions is 9, must be one of 8, 16"),
+        ({"dimensions": 33}, InvalidArgument, "pooling.dimensions is 33, must be at most 32"),
+        ({"late_interaction_key": "k"}, Unimplemented, "pooling.late_interaction_key is not served"),
+    ],
+)
+def test_what_the_model_does_not_serve_is_refused(pooling, error, message):
+    with pytest.raises(error, match=message):
+        read(**pooling)
+
+
+def test_dimensions_are_refused_where_the_model_cannot_be_cut():
+    with pytest.raises(InvalidArgument, match=r"pooling.dimensions is 8, must be left out"):
+        read(spec=replace(SPEC, dimensions=None), dimensions=8)
+
+
+def test_a_model_that_only_pools_samples_no_tokens():
+    facts = replace(make_facts(), supported_tasks=SPEC.tasks)
+    features = WireFeatures([PoolingOfAdd(SPEC)])
+    with pytest.raises(Unimplemented, match="samples no tokens, it supports embed, token_embed"):
+        messages.to_request(make_entry(1), session_number=1, facts=facts, now=1.0, features=features)
+
+
+def test_a_large_result_goes_in_parts_of_whole_tokens():
+    result = PooledResult((3, 2), bytes(range(24)))
+    output = StepOutput(1, [7], [0], extras={7: {PooledResult: result}})
+    pieces = split(output, max_bytes=128 + 64 + 16)
+    parts = [piece.extras[7][PooledResult] for piece in pieces]
+    assert [part.shape for part in parts] == [(2, 2), (1, 2)]
+    assert parts[0].merged(parts[1]) == result
+    step = messages.to_step(pieces[0], {7: frozenset()}, WireFeatures([PoolingOfAdd(SPEC)]), 0.0)
+    expected = tensor_pb2.Tensor(dtype=tensor_pb2.D_TYPE_FP32, shape=[2, 2], inline=bytes(range(16)))
+    assert step.extras[0].pooling_output == expected
