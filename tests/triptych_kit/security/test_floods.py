@@ -22,7 +22,7 @@ from triptych_kit.security.authenticator import Authenticator
 from triptych_kit.security.credentials import Credentials
 from triptych_kit.security.listeners import ListenerSecurity
 from triptych_kit.security.strangers import drop_packets
-from triptych_kit.server import ADMIN, Server
+from triptych_kit.server import ADMIN, PUBLIC, LimitProfile, Server
 
 _KEY = "triptych-0123456789abcdef"
 _STRANGER, _NEIGHBOUR = "127.0.0.2", "127.0.0.1"
@@ -74,6 +74,37 @@ async def test_a_stranger_that_floods_is_closed_and_its_address_dropped(name: st
             await _until(lambda: security.authenticator.refusals.closed_by_reason["TOO_MANY_BYTES"] > 0)
         with pytest.raises(TimeoutError):
             await _connect(address, _STRANGER)
+        await _check(address)
+
+
+async def test_a_connection_is_looked_at_when_it_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(strangers, "_WHOLE_LOOK_S", 1000.0)
+    async with _listener(tmp_path) as (address, security):
+        num_dropped = 0
+
+        def has_dropped() -> bool:
+            return security.strangers.num_dropped == num_dropped
+
+        for num_dropped in range(1, 11):
+            async with _flooding(address, "rapid reset", f"127.0.0.{1 + num_dropped}"):
+                await _until(has_dropped)
+
+
+async def test_connections_that_follow_each_other_are_added_up(tmp_path: Path):
+    async with _listener(tmp_path) as (address, security):
+        async with _flooding(address, "rapid reset, short", _STRANGER, connections=1):
+            await _until(lambda: security.strangers.num_dropped == 1)
+        await _check(address)
+
+
+async def test_what_takes_much_memory_is_closed_after_fewer_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(strangers, "_MAX_BYTES", float("inf"))
+    monkeypatch.setattr(strangers, "_MAX_BYTES_OF_NETWORK", float("inf"))
+    async with _listener(tmp_path, PUBLIC) as (address, security):
+        async with _flooding(address, "rapid reset, indexed", _STRANGER):
+            await _until(lambda: security.strangers.num_dropped == 1)
         await _check(address)
 
 
@@ -152,12 +183,14 @@ def test_the_kernel_drops_what_comes_from_some_networks():
 
 
 @contextlib.asynccontextmanager
-async def _listener(folder: Path) -> AsyncIterator[tuple[str, ListenerSecurity]]:
+async def _listener(
+    folder: Path, profile: LimitProfile = ADMIN
+) -> AsyncIterator[tuple[str, ListenerSecurity]]:
     keys = folder / "keys"
     keys.write_text(f"- {{name: a, role: client, key: {_KEY}}}")
     keys.chmod(0o600)
     security = ListenerSecurity(Authenticator(Credentials(str(keys)), verifies_certificates=False))
-    server = Server(listen="127.0.0.1:0", registrations=[], profile=ADMIN, service="x", security=security)
+    server = Server(listen="127.0.0.1:0", registrations=[], profile=profile, service="x", security=security)
     try:
         yield await server.start(), security
     finally:
