@@ -98,7 +98,7 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]], max_rank: 
     """The adapter in a folder. Reads everything once.
 
     shapes: see `module_shapes`. Raises CheckpointError for one that cannot be read, has what is not served,
-    or does not fit the model: key, value and limit.
+    or does not fit the model: key, value and limit, short enough for a status.
     """
     config = read_json_object(folder / CONFIG_NAME)
     _check_config(folder, config, max_rank)
@@ -106,17 +106,17 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]], max_rank: 
     if not path.is_file():
         pickles = sorted(each.name for pattern in ("*.bin", "*.pt", "*.pth") for each in folder.glob(pattern))
         why = f", but {pickles[0]}: files that run code when read are refused" if pickles else ""
-        raise CheckpointError(f"{folder} has no {_WEIGHTS_NAME}{why}")
+        raise CheckpointError(f"{folder.name} has no {_WEIGHTS_NAME}{why}")
     size = path.stat().st_size
     if size > _MAX_BYTES:
-        raise CheckpointError(f"{path} has {size} bytes, the limit is {_MAX_BYTES}")
+        raise CheckpointError(f"{path.parent.name} has {size} bytes, the limit is {_MAX_BYTES}")
     header = read_header(path)
     weights = [
         _weight(path, module, parts, config, shapes, max_rank)
         for module, parts in sorted(_by_module(path, header.entries).items())
     ]
     if not weights:
-        raise CheckpointError(f"{path} has no tensors")
+        raise CheckpointError(f"{path.parent.name} has no tensors")
     digest = hashlib.sha256((folder / CONFIG_NAME).read_bytes())
     content = np.memmap(path, dtype=np.uint8, mode="r")
     digest.update(memoryview(content))  # type: ignore[arg-type]  # The stubs do not know that arrays are buffers.
@@ -137,33 +137,35 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]], max_rank: 
 def _check_config(folder: Path, config: Mapping[str, Any], max_rank: int) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise CheckpointError(f"{folder}: peft_type is {kind!r}, served is LORA")
+        raise CheckpointError(f"{folder.name}: peft_type is {kind!r}, served is LORA")
     for key, what in _REFUSED.items():
         if config.get(key):
-            raise CheckpointError(f"{folder}: {key} is {config[key]!r}: {what} is not served")
+            raise CheckpointError(f"{folder.name}: {key} is {config[key]!r}: {what} is not served")
     if config.get("bias", "none") != "none":
-        raise CheckpointError(f"{folder}: bias is {config['bias']!r}, served is none")
+        raise CheckpointError(f"{folder.name}: bias is {config['bias']!r}, served is none")
     ranks = {"r": config.get("r"), **_pattern(folder, config, "rank_pattern")}
     for key, rank in ranks.items():
         if type(rank) is not int or not 1 <= rank <= max_rank:
             raise CheckpointError(
-                f"{folder}: rank {key} is {rank!r}, it takes 1 to {max_rank} (--max-lora-rank)"
+                f"{folder.name}: rank {key} is {rank!r}, it takes 1 to {max_rank} (--max-lora-rank)"
             )
     alphas = {"lora_alpha": config.get("lora_alpha"), **_pattern(folder, config, "alpha_pattern")}
     for key, alpha in alphas.items():
         if type(alpha) not in (int, float) or not math.isfinite(alpha):
-            raise CheckpointError(f"{folder}: {key} is {alpha!r}, it takes a number")
+            raise CheckpointError(f"{folder.name}: {key} is {alpha!r}, it takes a number")
 
 
 def _pattern(folder: Path, config: Mapping[str, Any], name: str) -> dict[str, Any]:
     pattern = config.get(name) or {}
     if not isinstance(pattern, dict):
-        raise CheckpointError(f"{folder}: {name} is {pattern!r}, it takes an object")
+        raise CheckpointError(f"{folder.name}: {name} is {pattern!r}, it takes an object")
     for key in pattern:
         try:
             re.compile(key)
         except re.error as error:
-            raise CheckpointError(f"{folder}: {name} has {key!r}, no regular expression: {error}") from error
+            raise CheckpointError(
+                f"{folder.name}: {name} has {key!r}, no regular expression: {error}"
+            ) from error
     return pattern
 
 
@@ -172,7 +174,9 @@ def _by_module(path: Path, entries: tuple[HeaderEntry, ...]) -> dict[str, dict[s
     for entry in entries:
         suffix = next((suffix for suffix in _PARTS if entry.name.endswith("." + suffix)), None)
         if suffix is None or not entry.name.startswith(_PREFIX):
-            raise CheckpointError(f"{path} has {entry.name}: only {_PREFIX}*.lora_A and lora_B are served")
+            raise CheckpointError(
+                f"{path.parent.name} has {entry.name}: only {_PREFIX}*.lora_A and lora_B are served"
+            )
         module = entry.name.removeprefix(_PREFIX).removesuffix("." + suffix)
         found.setdefault(module, {})[_PARTS[suffix]] = entry
     return found
@@ -187,28 +191,30 @@ def _weight(
     max_rank: int,
 ) -> AdapterWeight:
     if module not in shapes:
-        raise CheckpointError(f"{path} has additions to {module}, the model has no such module")
+        raise CheckpointError(f"{path.parent.name} has additions to {module}, the model has no such module")
     if parts.keys() != {"down", "up"}:
         present = "".join(entry.name for entry in parts.values())
-        raise CheckpointError(f"{path} has {present} without its counterpart")
+        raise CheckpointError(f"{path.parent.name} has {present} without its counterpart")
     down, up = parts["down"], parts["up"]
     for entry in (down, up):
         if entry.dtype not in _FINITE or len(entry.shape) != 2:
             raise CheckpointError(
-                f"{path}: {entry.name} is {entry.dtype} {list(entry.shape)}, it takes a matrix of "
+                f"{path.parent.name}: {entry.name} is {entry.dtype} {list(entry.shape)}, not a matrix of "
                 f"{listed(_FINITE)}"
             )
     rank, stated = down.shape[0], _stated(config, "rank_pattern", module, config["r"])
     if rank > max_rank or rank != stated:
         raise CheckpointError(
-            f"{path}: {down.name} has rank {rank}, {CONFIG_NAME} says {stated}, the limit is {max_rank}"
+            f"{path.parent.name}: {down.name} has rank {rank}, {CONFIG_NAME} says {stated}, the limit is "
+            f"{max_rank}"
         )
     ours, theirs = (up.shape[0], down.shape[1]), shapes[module]
     # Embeddings, and projections of GPT-2 (Conv1D), are stored with their inputs first.
     is_turned = down.name.endswith("lora_embedding_A") or config.get("fan_in_fan_out")
     if up.shape[1] != rank or ours != (tuple(reversed(theirs)) if is_turned else theirs):
         raise CheckpointError(
-            f"{path}: additions to {module} have shapes {list(up.shape)} and {list(down.shape)}, its weight "
+            f"{path.parent.name}: additions to {module} have shapes {list(up.shape)} and "
+            f"{list(down.shape)}, its weight "
             f"has {list(theirs)}"
         )
     alpha = _stated(config, "alpha_pattern", module, config["lora_alpha"])
@@ -226,4 +232,4 @@ def _stated(config: Mapping[str, Any], name: str, module: str, default: Any) -> 
 def _check_finite(path: Path, entry: HeaderEntry, content: npt.NDArray[np.uint8]) -> None:
     kind, exponent = _FINITE[entry.dtype]
     if ((content.view(kind) & exponent) == exponent).any():
-        raise CheckpointError(f"{path}: {entry.name} has elements that are not finite")
+        raise CheckpointError(f"{path.parent.name}: {entry.name} has elements that are not finite")
