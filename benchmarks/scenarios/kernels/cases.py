@@ -73,13 +73,13 @@ class CaseMaker:
             yield self._decoder_layer(num_rows)
             yield from self._head(num_rows)
             yield from self._sampling(num_rows)
-            yield self._low_rank(num_rows)
+            yield from self._low_rank(num_rows)
         yield from self._linears(shape.prompt)
         yield self._gated_linear(shape.prompt)
         yield self._experts(shape.prompt)
         yield from self._elementwise(shape.prompt)
         yield self._prefill(shape.prompt)
-        yield self._low_rank(shape.prompt)
+        yield from self._low_rank(shape.prompt)
 
     def _noise(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(*size, generator=self._generator, device=self._device, dtype=dtype or self._dtype)
@@ -337,7 +337,7 @@ class CaseMaker:
             2 * num_rows * hidden * vocab_size,
         )
 
-    def _low_rank(self, num_rows: int) -> KernelCase:
+    def _low_rank(self, num_rows: int) -> Iterator[KernelCase]:
         hidden = self._shape.hidden_size
         x = self._noise(num_rows, hidden)
         down, up = self._noise(_LOW_RANK, hidden), self._noise(hidden, _LOW_RANK)
@@ -349,12 +349,20 @@ class CaseMaker:
                 low_rank.put(slot, [ops.pack_low_rank(down, up, 1.0)])
             return _bound(low_rank, x, slots)
 
-        return KernelCase(
-            "low_rank",
+        slot_bytes = down.nbytes + up.nbytes
+        yield KernelCase(
+            "make_low_rank",
             f"{num_rows} x {hidden}, rank {_LOW_RANK}",
             make,
             None,
-            x.nbytes + 4 * num_rows * hidden + min(num_rows, _NUM_SLOTS) * (down.nbytes + up.nbytes),
+            x.nbytes + 4 * num_rows * hidden + min(num_rows, _NUM_SLOTS) * slot_bytes,
+        )
+        yield KernelCase(
+            "pack_low_rank",
+            f"{hidden}, rank {_LOW_RANK}",
+            lambda ops: _bound(ops.pack_low_rank, down, up, 1.0),
+            None,
+            2 * slot_bytes,
         )
 
 
