@@ -21,7 +21,8 @@ _T = TypeVar("_T")
 # How an option is shown: by its name, and by its value if it is a switch.
 _Shown = Callable[[str, bool | None], str]
 
-_NO_LORA = "LoRA adapters are not served yet"
+_LORA = "what adapters have is `max_loras`, `max_lora_rank`, `max_cpu_loras`, `lora_modules` and `lora_dir`"
+_ADAPTERS = "it is adapters, names of adapters that the engine serves"
 _NO_MEDIA = "images, audio and video are not served yet"
 _GRAMMAR = "each request has its grammar, and may name a backend, in its field structured_outputs"
 _IDS = "a request asks for token ids with return_token_ids"
@@ -201,7 +202,7 @@ _OF_BENCH: dict[str, str] = {
 
 # Of what is not here, by a part of the name; for names that have no sentence of their own.
 _FAMILIES: Sequence[tuple[str, str]] = (
-    (r"lora", _NO_LORA),
+    (r"lora", _LORA),
     (r"(^|_)mm(_|$)|media|multimodal|video|image|audio", _NO_MEDIA),
     (r"guided_|structured_outputs", _GRAMMAR),
     (r"(?<!num_)speculative_(?!config|model$)|lookahead|draft_model|^spec_", _DRAFTS),
@@ -274,7 +275,7 @@ LLM_ATTRIBUTES: dict[str, str] = {
 RESULT_ATTRIBUTES: dict[str, str] = {
     "finished": "a result is always complete",
     "metrics": "times are in outputs[0].stats",
-    "lora_request": _NO_LORA,
+    "lora_request": _ADAPTERS,
     "multi_modal_placeholders": _NO_MEDIA,
     "encoder_prompt": "there are no models with an encoder",
     "token_ids": "it is outputs[0].token_ids",
@@ -283,7 +284,7 @@ RESULT_ATTRIBUTES: dict[str, str] = {
 OUTPUT_ATTRIBUTES: dict[str, str] = {
     "stop_reason": "it is stop, the string or the token id that matched",
     "finished": "an output is always complete; finish_reason says why",
-    "lora_request": _NO_LORA,
+    "lora_request": _ADAPTERS,
     "reasoning_content": "it is reasoning",
 }
 

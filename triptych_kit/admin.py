@@ -13,6 +13,7 @@ from typing import Protocol
 import grpc.aio
 
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
+from triptych.engine.v1 import utility_pb2
 from triptych_kit.errors import InvalidArgument, NotFound, Unavailable, Unimplemented
 from triptych_kit.field_checks import check_enum
 from triptych_kit.server import Lifecycle, Registration
@@ -156,9 +157,52 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         context: grpc.aio.ServicerContext[admin_pb2.UtilityRequest, admin_pb2.UtilityResponse],
     ) -> admin_pb2.UtilityResponse:
         """Make a call into the engine, if this process is one."""
+        return await self._call(request.call)
+
+    async def LoadAdapter(
+        self,
+        request: admin_pb2.LoadAdapterRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.LoadAdapterRequest, admin_pb2.LoadAdapterResponse],
+    ) -> admin_pb2.LoadAdapterResponse:
+        """Load an adapter, if this process is an engine; so the next three."""
+        added = utility_pb2.AddAdapterCall(name=request.name, path=request.path, replace=request.replace)
+        (adapter,) = await self._adapters(utility_pb2.UtilityCall(add_adapter=added))
+        return admin_pb2.LoadAdapterResponse(adapter=adapter)
+
+    async def UnloadAdapter(
+        self,
+        request: admin_pb2.UnloadAdapterRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.UnloadAdapterRequest, admin_pb2.UnloadAdapterResponse],
+    ) -> admin_pb2.UnloadAdapterResponse:
+        removed = utility_pb2.RemoveAdapterCall(name=request.name)
+        await self._adapters(utility_pb2.UtilityCall(remove_adapter=removed))
+        return admin_pb2.UnloadAdapterResponse()
+
+    async def ListAdapters(
+        self,
+        request: admin_pb2.ListAdaptersRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.ListAdaptersRequest, admin_pb2.ListAdaptersResponse],
+    ) -> admin_pb2.ListAdaptersResponse:
+        adapters = await self._adapters(utility_pb2.UtilityCall(list_adapters={}))
+        return admin_pb2.ListAdaptersResponse(adapters=adapters)
+
+    async def PinAdapter(
+        self,
+        request: admin_pb2.PinAdapterRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.PinAdapterRequest, admin_pb2.PinAdapterResponse],
+    ) -> admin_pb2.PinAdapterResponse:
+        pinned = utility_pb2.PinAdapterCall(name=request.name)
+        (adapter,) = await self._adapters(utility_pb2.UtilityCall(pin_adapter=pinned))
+        return admin_pb2.PinAdapterResponse(adapter=adapter)
+
+    async def _call(self, call: utility_pb2.UtilityCall) -> admin_pb2.UtilityResponse:
         if self._utility is None:
             raise Unimplemented(f"a {self._service} has no engine to call into", reason="NO_ENGINE")
-        return await self._utility(request)
+        return await self._utility(admin_pb2.UtilityRequest(call=call))
+
+    async def _adapters(self, call: utility_pb2.UtilityCall) -> Sequence[utility_pb2.LoadedAdapter]:
+        """The adapters that the engine answers a call with."""
+        return (await self._call(call)).result.adapters.adapters
 
     async def WatchScheduler(
         self,

@@ -100,7 +100,10 @@ def test_help_of_serve_leaves_out_what_it_refuses(run_here: RunHere) -> None:
         (("coordinator", "--lease", "4"), "did you mean --lease-ms?"),
         (("complete", "--temperatur", "1"), "--temperature"),
         (("serv",), "serve"),
-        (("serve", "--enable-lora"), "unknown flag --enable-lora: LoRA adapters are not served yet\n"),
+        (
+            ("serve", "--fully-sharded-loras"),
+            "-loras: what adapters have is --max-loras",
+        ),
         (
             ("serve", "--quantization", "awq"),
             "--quantization: 'awq' is not one of none, int8, fp8; quantized checkpoints are not read:",
@@ -117,7 +120,7 @@ def test_help_of_serve_leaves_out_what_it_refuses(run_here: RunHere) -> None:
         (("bench", "serve", "--port", "1"), "unknown flag --port: it is --base-url http://HOST:PORT of"),
         (("bench", "serve", "--endpoint=/v1/x"), "--endpoint: requests go to /v1/completions, at the"),
         (("bench", "serve", "--num-prompts=3"), "unknown flag --num-prompts: it is --num-requests"),
-        (("serve", "--max-lora-rank-of-next-year=8"), "of-next-year: LoRA adapters are not served yet\n"),
+        (("serve", "--max-lora-rank-of-next-year=8"), "of-next-year: what adapters have is --max-loras,"),
         (("serve", "--enable-eplb"), "unknown flag --enable-eplb: experts stay in their rank\n"),
         (("serve", "--seed", "3"), "unknown flag --seed: give each request its own seed\n"),
         (("serve", "-ep"), "unknown flag -ep: it is --expert-parallel\n"),

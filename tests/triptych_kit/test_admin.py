@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.triptych_kit.fakes import serving
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
+from triptych.engine.v1 import utility_pb2
 from triptych_kit.admin import SERVICE_NAME, AdminServicer
 from triptych_kit.errors import FailedPrecondition, from_rpc_error
 from triptych_kit.limits import ADMIN
@@ -120,6 +121,34 @@ async def test_a_service_without_a_scheduler_says_so(telemetry: None) -> None:
             await call.read()
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
     assert caught.value.details() == "a frontend has no scheduler to watch"
+
+
+async def test_adapters_are_changed_by_calls_into_the_engine(telemetry: None) -> None:
+    calls: list[utility_pb2.UtilityCall] = []
+    adapter = utility_pb2.LoadedAdapter(name="cook", rank=8)
+
+    async def serve(request: admin_pb2.UtilityRequest) -> admin_pb2.UtilityResponse:
+        calls.append(request.call)
+        result = utility_pb2.UtilityResult(adapters={"adapters": [adapter]})
+        if request.call.HasField("remove_adapter"):
+            result = utility_pb2.UtilityResult(done={})
+        return admin_pb2.UtilityResponse(result=result)
+
+    servicer = AdminServicer("engine", "engine-0", lambda: {}, lifecycle=Lifecycle(), utility=serve)
+    async with serving([servicer.registration()], ADMIN) as (_, channel):
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        load = admin_pb2.LoadAdapterRequest(name="cook", path="/a", replace=True)
+        assert (await stub.LoadAdapter(load)).adapter == adapter
+        assert (await stub.PinAdapter(admin_pb2.PinAdapterRequest(name="cook"))).adapter == adapter
+        listed = await stub.ListAdapters(admin_pb2.ListAdaptersRequest())
+        await stub.UnloadAdapter(admin_pb2.UnloadAdapterRequest(name="cook"))
+    assert list(listed.adapters) == [adapter]
+    assert calls == [
+        utility_pb2.UtilityCall(add_adapter={"name": "cook", "path": "/a", "replace": True}),
+        utility_pb2.UtilityCall(pin_adapter={"name": "cook"}),
+        utility_pb2.UtilityCall(list_adapters={}),
+        utility_pb2.UtilityCall(remove_adapter={"name": "cook"}),
+    ]
 
 
 async def test_utility_calls_go_to_the_servicer_that_serves_them(telemetry: None) -> None:

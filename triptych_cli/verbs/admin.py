@@ -179,14 +179,26 @@ async def _call(target: AdminTarget, call: utility_pb2.UtilityCall) -> int:
         with rpc_errors_translated():
             request = admin_pb2.UtilityRequest(call=call)
             answer = await stub.Utility(request, timeout=target.timeout_s + _GRACE_S)
+    kind = answer.result.WhichOneof("result")
     if target.as_json:
         print(json.dumps(_record(answer.result)))
-    elif answer.result.WhichOneof("result") != "config":
-        print("done")
-    else:
+    elif kind == "config":
         for option in answer.result.config.options:
             print(f"{option.name} {option.value or 'unset'} ({option.origin})")
+    elif kind == "adapters":
+        for line in map(_adapter_line, answer.result.adapters.adapters):
+            print(line)
+        if not answer.result.adapters.adapters:
+            print("no adapters")
+    else:
+        print("done")
     return 0
+
+
+def _adapter_line(adapter: utility_pb2.LoadedAdapter) -> str:
+    words = [f"{adapter.name} rank {adapter.rank}, digest {adapter.digest[:12]}"]
+    words += ["loaded"] if adapter.in_slot else []
+    return ", ".join([*words, "pinned"] if adapter.pinned else words)
 
 
 async def _quarantined(target: AdminTarget) -> int:

@@ -204,6 +204,55 @@ def config(context: typer.Context, as_json: Json = False) -> None:
     _make(context, utility_pb2.UtilityCall(get_config=utility_pb2.GetConfigCall()), as_json=as_json)
 
 
+@admin.command("load-adapter")
+def load_adapter(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="what requests call it")],
+    path: Annotated[str, typer.Argument(help="its folder as the engine sees it, below --lora-dir")],
+    replace: Annotated[bool, typer.Option("--replace", help="in place of another of this name")] = False,
+    as_json: Json = False,
+) -> None:
+    """Load a LoRA adapter into an engine."""
+    from triptych.engine.v1 import utility_pb2
+
+    call = utility_pb2.AddAdapterCall(name=name, path=path, replace=replace)
+    _make(context, utility_pb2.UtilityCall(add_adapter=call), as_json=as_json)
+
+
+@admin.command("unload-adapter")
+def unload_adapter(
+    context: typer.Context, name: Annotated[str, typer.Argument(help="as `adapters` shows it")]
+) -> None:
+    """Make an engine forget an adapter.
+
+    Running requests keep it.
+    """
+    from triptych.engine.v1 import utility_pb2
+
+    _make(context, utility_pb2.UtilityCall(remove_adapter=utility_pb2.RemoveAdapterCall(name=name)))
+
+
+@admin.command("pin-adapter")
+def pin_adapter(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="as `adapters` shows it")],
+    as_json: Json = False,
+) -> None:
+    """Keep an adapter in an engine's memory."""
+    from triptych.engine.v1 import utility_pb2
+
+    call = utility_pb2.UtilityCall(pin_adapter=utility_pb2.PinAdapterCall(name=name))
+    _make(context, call, as_json=as_json)
+
+
+@admin.command()
+def adapters(context: typer.Context, as_json: Json = False) -> None:
+    """Print an engine's adapters, one per line."""
+    from triptych.engine.v1 import utility_pb2
+
+    _make(context, utility_pb2.UtilityCall(list_adapters=utility_pb2.ListAdaptersCall()), as_json=as_json)
+
+
 @admin.command()
 def scale(
     context: typer.Context,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import ClassVar
 
 from starlette.requests import Request
@@ -13,6 +14,9 @@ from frontend_svc.protocols.openai.call import Handler, body_of
 from frontend_svc.protocols.openai.field_names import FieldNames
 from triptych_kit.security.access import check_role
 from triptych_kit.security.identity import Role, current_identity
+from triptych_kit.telemetry.logs import AUDIT_LOGGER
+
+_audit_logger = logging.getLogger(AUDIT_LOGGER)
 
 _ADMINS = frozenset((Role.ADMIN,))
 # As the frontend and engines name fields that are wrong.
@@ -52,7 +56,7 @@ class AdapterRoutes:
         }
 
     async def _load(self, request: Request) -> Response:
-        check_role(current_identity(), _ADMINS, f"POST {request.url.path}")
+        _check_admin(request)
         body, _ = await body_of(request, LoadBody)
         request.state.name_of = _NAMES
         await self._adapters.load(
@@ -61,8 +65,15 @@ class AdapterRoutes:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def _unload(self, request: Request) -> Response:
-        check_role(current_identity(), _ADMINS, f"POST {request.url.path}")
+        _check_admin(request)
         body, _ = await body_of(request, UnloadBody)
         request.state.name_of = _NAMES
         await self._adapters.unload(body.lora_name, model=body.base_model_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _check_admin(request: Request) -> None:
+    """Raise PermissionDenied unless the caller is an admin; the call of one is logged with its name."""
+    method, identity = f"POST {request.url.path}", current_identity()
+    check_role(identity, _ADMINS, method)
+    _audit_logger.info("admin call", extra={"method": method, "identity": identity.name})

@@ -32,6 +32,7 @@ class Listener:
     address: str = ""
     calls: list[utility_pb2.UtilityCall] = field(default_factory=list)
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
+    adapters: list[utility_pb2.LoadedAdapter] = field(default_factory=list)
 
     async def serve(self, request: admin_pb2.UtilityRequest) -> admin_pb2.UtilityResponse:
         self.calls.append(request.call)
@@ -41,6 +42,8 @@ class Listener:
         if request.call.HasField("get_config"):
             option = utility_pb2.EngineOption(name="revision", origin="default")
             result = utility_pb2.UtilityResult(config=utility_pb2.EngineOptions(options=[option]))
+        if request.call.HasField("list_adapters"):
+            result = utility_pb2.UtilityResult(adapters=utility_pb2.LoadedAdapters(adapters=self.adapters))
         return admin_pb2.UtilityResponse(result=result)
 
 
@@ -81,6 +84,13 @@ async def listening() -> AsyncIterator[Listener]:
         (["reset-prefix-cache", "--reset-running"], {"reset_prefix_cache": {"reset_running": True}}),
         (["profile", "start", "--prefix", "mine"], {"profile": {"start": True, "prefix": "mine"}}),
         (["profile", "stop"], {"profile": {}}),
+        (["load-adapter", "cook", "/a"], {"add_adapter": {"name": "cook", "path": "/a"}}),
+        (
+            ["load-adapter", "--replace", "c", "/a"],
+            {"add_adapter": {"name": "c", "path": "/a", "replace": True}},
+        ),
+        (["unload-adapter", "cook"], {"remove_adapter": {"name": "cook"}}),
+        (["pin-adapter", "cook"], {"pin_adapter": {"name": "cook"}}),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
@@ -89,6 +99,22 @@ async def test_a_verb_is_a_call(arguments: list[str], call: dict[str, object]) -
         outcome = await triptych("admin", "--timeout-s", "7", listener.address, *arguments)
     assert (outcome.exit_code, outcome.out) == (0, "done\n")
     assert listener.calls == [utility_pb2.UtilityCall(timeout_ms=7000, **call)]
+
+
+async def test_adapters_are_listed_one_a_line() -> None:
+    async with listening() as listener:
+        none = await triptych("admin", listener.address, "adapters")
+        listener.adapters = [
+            utility_pb2.LoadedAdapter(name="chef", rank=64, digest="ab" * 32),
+            utility_pb2.LoadedAdapter(name="cook", rank=8, digest="cd" * 32, in_slot=True, pinned=True),
+        ]
+        listed = await triptych("admin", listener.address, "adapters")
+        as_json = await triptych("admin", listener.address, "adapters", "--json")
+    assert none.out == "no adapters\n"
+    assert listed.out == (
+        "chef rank 64, digest abababababab\ncook rank 8, digest cdcdcdcdcdcd, loaded, pinned\n"
+    )
+    assert [one["name"] for one in json.loads(as_json.out)["adapters"]["adapters"]] == ["chef", "cook"]
 
 
 @dataclass

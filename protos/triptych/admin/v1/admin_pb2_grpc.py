@@ -177,24 +177,21 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """LoadAdapter loads an adapter into an engine.
-        Not served yet.
+        """LoadAdapter loads an adapter into an engine, from then on until its end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """UnloadAdapter unloads an adapter from an engine.
-        Not served yet.
+        """UnloadAdapter has an engine forget an adapter; running requests keep it until their end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """ListAdapters lists the adapters that an engine has loaded.
-        Not served yet.
+        """ListAdapters lists the adapters that requests may name at an engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -202,7 +199,6 @@ class AdminServiceServicer:
 
     def PinAdapter(self, request, context):
         """PinAdapter keeps an adapter from being evicted by others.
-        Not served yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
