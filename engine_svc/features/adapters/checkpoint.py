@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ AdapterError = CheckpointError
 CONFIG_NAME = "adapter_config.json"
 _WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_MAX_BYTES = 16 << 30
+_MAX_BYTES = 4 << 30
 # By dtype of the file: an integer of the same size, and the bits of the exponent, all set if not finite.
 _FINITE: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
     "F32": (np.uint32, 0x7F800000),
@@ -41,6 +41,7 @@ _REFUSED = {
     "use_qalora": "additions to quantized groups (QALoRA)",
     "megatron_config": "layers of Megatron",
 }
+_OF_EXPERTS = re.compile(r"(^|\.)(experts|block_sparse_moe)(\.|$)")
 _PARTS = {
     "lora_A.weight": "down",
     "lora_B.weight": "up",
@@ -94,8 +95,37 @@ def module_shapes(model: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]], max_rank: int) -> AdapterFiles:
-    """The adapter in a folder. Reads everything once.
+def check_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]], max_rank: int) -> AdapterFiles:
+    """The adapter in a folder, whose numbers are finite. Reads everything once; arguments as below."""
+    files = describe_adapter(folder, shapes, max_rank)
+    content = read_content(files)
+    for weight in files.weights:
+        for entry in (weight.down, weight.up):
+            first = files.data_offset + entry.start
+            _check_finite(files.path, entry, np.frombuffer(content, np.uint8, entry.end - entry.start, first))
+    return replace(files, digest=digest_of(files, content))
+
+
+def read_content(files: AdapterFiles) -> bytes:
+    """The file of the weights. Raises CheckpointError."""
+    try:
+        return files.path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{files.path} cannot be read: {error}") from error
+
+
+def digest_of(files: AdapterFiles, content: bytes) -> str:
+    """Hex sha256 of the config and of the content of the weights file. Raises CheckpointError."""
+    try:
+        digest = hashlib.sha256((files.folder / CONFIG_NAME).read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{files.folder} cannot be read: {error}") from error
+    digest.update(content)
+    return digest.hexdigest()
+
+
+def describe_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]], max_rank: int) -> AdapterFiles:
+    """What an adapter's config and the header of its weights say; without a digest.
 
     shapes: see `module_shapes`. Raises CheckpointError for one that cannot be read, has what is not served,
     or does not fit the model: key, value and limit, short enough for a status.
@@ -117,17 +147,9 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]], max_rank: 
     ]
     if not weights:
         raise CheckpointError(f"{path.parent.name} has no tensors")
-    digest = hashlib.sha256((folder / CONFIG_NAME).read_bytes())
-    content = np.memmap(path, dtype=np.uint8, mode="r")
-    digest.update(memoryview(content))  # type: ignore[arg-type]  # The stubs do not know that arrays are buffers.
-    for weight in weights:
-        for entry in (weight.down, weight.up):
-            _check_finite(
-                path, entry, content[header.data_offset + entry.start : header.data_offset + entry.end]
-            )
     return AdapterFiles(
         folder,
-        digest.hexdigest(),
+        "",
         max(weight.down.shape[0] for weight in weights),
         tuple(weights),
         header.data_offset,
@@ -190,6 +212,10 @@ def _weight(
     shapes: Mapping[str, tuple[int, ...]],
     max_rank: int,
 ) -> AdapterWeight:
+    if _OF_EXPERTS.search(module):
+        raise CheckpointError(
+            f"{path.parent.name} has additions to {module}: those to experts are not served"
+        )
     if module not in shapes:
         raise CheckpointError(f"{path.parent.name} has additions to {module}, the model has no such module")
     if parts.keys() != {"down", "up"}:

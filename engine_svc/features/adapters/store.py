@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,7 +14,12 @@ import torch
 from torch import Tensor
 
 from engine_svc.core.errors import RequestFailed
-from engine_svc.features.adapters.checkpoint import CONFIG_NAME, AdapterFiles, read_adapter
+from engine_svc.features.adapters.checkpoint import (
+    AdapterFiles,
+    describe_adapter,
+    digest_of,
+    read_content,
+)
 from engine_svc.features.adapters.extras import AdapterUse
 from engine_svc.model.errors import CheckpointError, listed
 from engine_svc.model.loading.folder import HeaderEntry
@@ -99,9 +103,17 @@ def load_adapter(
     shapes: of the model's modules.  is_whole: this rank has a part of every module, not of one stage alone.
     """
     try:
-        files = read_adapter(Path(use.folder), shapes, max_rank)
+        files = describe_adapter(Path(use.folder), shapes, max_rank)
+        content = read_content(files)
+        digest = digest_of(files, content)
     except CheckpointError as error:
         raise RequestFailed("INVALID_ARGUMENT", str(error), field="adapter") from error
+    if digest != use.digest:
+        raise RequestFailed(
+            "FAILED_PRECONDITION",
+            f"the files of adapter {use.name} have changed since it was loaded",
+            reason="ADAPTER_CHANGED",
+        )
     missing = [weight.module for weight in files.weights if weight.module not in targets.by_name]
     if is_whole and missing:
         raise RequestFailed(
@@ -109,7 +121,6 @@ def load_adapter(
             f"{use.folder} has additions to {listed(missing)}, which take none here",
             field="adapter",
         )
-    content = _content(use, files)
     found: list[list[Any] | None] = [None for _ in targets.additions]
     for weight in files.weights:
         down, up = (_tensor(content, files, entry).to(dtype) for entry in (weight.down, weight.up))
@@ -120,20 +131,6 @@ def load_adapter(
                 down[:, target.part.inputs], up[target.part.outputs], weight.scale
             )
     return LoadedAdapter(use.digest, use.is_pinned, found)
-
-
-def _content(use: AdapterUse, files: AdapterFiles) -> bytes:
-    """The bytes of the weights file, which must still be those that the request was accepted with."""
-    content = files.path.read_bytes()
-    digest = hashlib.sha256((files.folder / CONFIG_NAME).read_bytes())
-    digest.update(content)
-    if digest.hexdigest() != use.digest:
-        raise RequestFailed(
-            "FAILED_PRECONDITION",
-            f"the files of adapter {use.name} have changed since it was loaded",
-            reason="ADAPTER_CHANGED",
-        )
-    return content
 
 
 def _tensor(content: bytes, files: AdapterFiles, entry: HeaderEntry) -> Tensor:

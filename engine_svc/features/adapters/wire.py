@@ -12,7 +12,7 @@ from pathlib import Path
 from engine_svc.admin.served_engine import CallContext, Role, UtilityCall
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext, Parsed, WireFeature
-from engine_svc.features.adapters.checkpoint import AdapterError, AdapterFiles, module_shapes, read_adapter
+from engine_svc.features.adapters.checkpoint import AdapterError, AdapterFiles, check_adapter, module_shapes
 from engine_svc.features.adapters.extras import AdapterUse
 from engine_svc.features.adapters.options import folders_in, folders_of
 from triptych.engine.v1 import add_pb2, session_pb2, utility_pb2
@@ -193,4 +193,4 @@ class ServedAdapters(WireFeature):
     def _read(self, name: str, folder: Path) -> AdapterFiles:
         if not _NAME.fullmatch(name):
             raise AdapterError(f"the name of adapter {name!r} {_NAME_RULE}")
-        return read_adapter(folder, self._shapes, self._max_rank)
+        return check_adapter(folder, self._shapes, self._max_rank)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine_svc.features.adapters.checkpoint import CONFIG_NAME, module_shapes, read_adapter
+from engine_svc.features.adapters.checkpoint import CONFIG_NAME, check_adapter, module_shapes
 from engine_svc.model.errors import CheckpointError
 from tests.engine_svc.features.adapters.folders import MLP_AND_ATTENTION, write_adapter, write_model
 
@@ -24,7 +24,7 @@ def model(tmp_path_factory):
 
 
 def read(folder, model, max_rank=64):
-    return read_adapter(folder, module_shapes(model), max_rank)
+    return check_adapter(folder, module_shapes(model), max_rank)
 
 
 def change_config(folder, **changes):

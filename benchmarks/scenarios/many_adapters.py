@@ -1,0 +1,248 @@
+"""A thousand adapters on a few slots: errors, order, and what base streams feel of it.
+
+    python -m benchmarks many_adapters --model M1 --json benchmarks/results/many_adapters.json
+
+An engine with `--max-loras 8` and a frontend, over gRPC. A client keeps base streams open, alone and, in
+turns, beside requests for adapters that come all at once, drawn uniformly or by Zipf's law. Promised: no
+error; the first token of no request comes after those of more than 64 that were sent later; the longest gap
+of the base streams is, as the median of the turns, at most 20 ms longer than alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import tempfile
+import time
+from bisect import bisect, insort
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Self
+
+import grpc.aio
+import numpy as np
+import numpy.typing as npt
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from benchmarks.report import Report, Row, print_table
+from benchmarks.rig.processes import Fleet, ServicePlan
+from triptych.api.v1 import generate_pb2, inference_pb2_grpc
+from triptych.common.v1 import sampling_pb2
+from triptych_kit.channel import open_channel
+
+MAX_OVERTAKING = 64
+MAX_ADDED_MS = 20.0
+_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_NUM_SLOTS = 8
+_NUM_LOADED = 32
+_NUM_BASE = 16
+_PROMPT_TOKENS = 32
+_TOKENS = 16
+_BASE_TOKENS = 400
+_LIMIT_S = 600.0
+_NUM_CHANNELS = 8
+_ZIPF = 1.1
+_QUIET_S = 4.0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
+    parser.add_argument("--adapters", type=int, default=1024)
+    parser.add_argument("--requests", type=int, default=4096, help="for adapters, sent at once")
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--law", nargs="+", choices=("uniform", "zipf"), default=["uniform", "zipf"])
+    parser.add_argument("--turns", type=int, default=5)
+
+
+def run(options: argparse.Namespace) -> Report:
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_adapters(options.model, Path(folder), options.adapters, options.rank)
+        for law in options.law:
+            rows.append(asyncio.run(_measure(options, law, Path(folder))))
+            print_table(rows[-1:])
+    settings = {
+        "model": options.model.name,
+        "adapters": options.adapters,
+        "rank": options.rank,
+        "slots": _NUM_SLOTS,
+        "loaded": _NUM_LOADED,
+        "base_streams": _NUM_BASE,
+        "turns": options.turns,
+    }
+    return Report("many_adapters", settings, rows, shortfalls(rows))
+
+
+def shortfalls(rows: Sequence[Row]) -> list[str]:
+    limits = {"errors": 0.0, "most_overtaken": float(MAX_OVERTAKING), "added_gap_ms": MAX_ADDED_MS}
+    return [
+        f"{row['law']}: {name} is {row[name]}, at most {limit:g} is promised"
+        for row in rows
+        for name, limit in limits.items()
+        if float(str(row[name])) > limit
+    ]
+
+
+def write_adapters(model: Path, folder: Path, count: int, rank: int) -> None:
+    """Folders of different adapters `0` to `count - 1`, as PEFT saves them."""
+    with safe_open(model / "model.safetensors", framework="np") as file:
+        shapes = {
+            name.removesuffix(".weight"): file.get_slice(name).get_shape()
+            for name in file.keys()  # noqa: SIM118  It is no mapping.
+            if name.removesuffix(".weight").rpartition(".")[2] in _MODULES
+        }
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "bias": "none",
+        "target_modules": list(_MODULES),
+    }
+    draw = np.random.default_rng(0)
+    for index in range(count):
+        tensors: dict[str, npt.NDArray[np.float16]] = {}
+        for module, (outputs, inputs) in shapes.items():
+            prefix = f"base_model.model.{module}.lora_"
+            tensors[f"{prefix}A.weight"] = (draw.standard_normal((rank, inputs)) / inputs**0.5).astype(
+                np.float16
+            )
+            tensors[f"{prefix}B.weight"] = (draw.standard_normal((outputs, rank)) * 0.05).astype(np.float16)
+        target = folder / str(index)
+        target.mkdir()
+        save_file(tensors, target / "adapter_model.safetensors")
+        (target / "adapter_config.json").write_text(json.dumps(config))
+
+
+async def _measure(options: argparse.Namespace, law: str, adapters: Path) -> Row:
+    choose = random.Random(law)
+    weights = [1.0 if law == "uniform" else 1 / (index + 1) ** _ZIPF for index in range(options.adapters)]
+    quiet_ms, added_ms, first_s = [], [], []
+    num_errors = most_overtaken = 0
+    async with _serving(options.model, adapters, options.requests) as address, _Client(address) as client:
+        base = _BaseStreams(client)
+        for turn in range(options.turns):
+            names = choose.choices(range(options.adapters), weights, k=options.requests)
+            began_at = time.perf_counter()
+            await asyncio.sleep(_QUIET_S)
+            quiet = base.longest_gap_ms(began_at)
+            began_at = time.perf_counter()
+            firsts = await asyncio.gather(
+                *(client.first_token(str(name), turn * options.requests + k) for k, name in enumerate(names))
+            )
+            quiet_ms.append(quiet)
+            added_ms.append(base.longest_gap_ms(began_at) - quiet)
+            num_errors += firsts.count(None)
+            arrived = [(at, index) for index, at in enumerate(firsts) if at is not None]
+            most_overtaken = max(most_overtaken, _most_overtaken(arrived))
+            first_s += [at - began_at for at, _ in arrived]
+        await base.stop()
+    return {
+        "law": law,
+        "requests": options.turns * options.requests,
+        "errors": num_errors,
+        "first_error": client.first_error,
+        "base_errors": base.num_errors,
+        "most_overtaken": most_overtaken,
+        "first_token_p50_s": statistics.median(first_s),
+        "longest_gap_ms": statistics.median(quiet_ms),
+        "added_gap_ms": statistics.median(added_ms),
+    }
+
+
+def _most_overtaken(arrived: Sequence[tuple[float, int]]) -> int:
+    """Of requests in the order in which they were sent, the most later ones that came before one of them."""
+    seen: list[int] = []
+    most = 0
+    for _, index in sorted(arrived):
+        most = max(most, len(seen) - bisect(seen, index))
+        insort(seen, index)
+    return most
+
+
+class _Client:
+    def __init__(self, address: str) -> None:
+        self._channels = [open_channel(address, profile="public") for _ in range(_NUM_CHANNELS)]
+        self._stubs = [inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels]
+        self.first_error = ""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for channel in self._channels:
+            await channel.close(None)
+
+    async def first_token(self, adapter: str, seed: int) -> float | None:
+        """When the first token of a whole answer came; None after an error."""
+        first = None
+        try:
+            async for _ in self.tokens(adapter, _TOKENS, seed):
+                first = first or time.perf_counter()
+        except grpc.aio.AioRpcError as error:
+            self.first_error = self.first_error or f"{error.code().name}: {error.details()}"
+            return None
+        return first
+
+    async def tokens(self, adapter: str, num_tokens: int, seed: int) -> AsyncIterator[int]:
+        """How many come with each message."""
+        draw = random.Random(seed)
+        request = generate_pb2.GenerateRequest(
+            token_ids=generate_pb2.TokenIds(ids=draw.choices(range(10, 1000), k=_PROMPT_TOKENS)),
+            sampling=sampling_pb2.SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0),
+            adapter=adapter,
+        )
+        # In the order of sending: one connection's calls may overtake those of another.
+        stub = self._stubs[seed % _NUM_CHANNELS]
+        async for response in stub.Generate(request, timeout=_LIMIT_S):
+            if num_new := len(response.delta.token_ids):
+                yield num_new
+
+
+class _BaseStreams:
+    """Streams of the model that follow each other until `stop`."""
+
+    def __init__(self, client: _Client) -> None:
+        self._client = client
+        self._gaps: list[tuple[float, float]] = []  # when a token came, and how long after the one before
+        self.num_errors = 0
+        self._tasks = [asyncio.create_task(self._repeat(seed)) for seed in range(_NUM_BASE)]
+
+    def longest_gap_ms(self, since: float) -> float:
+        return 1000 * max(gap for at, gap in self._gaps if at - gap >= since)
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _repeat(self, seed: int) -> None:
+        while True:
+            before = None
+            try:
+                async for _ in self._client.tokens("", _BASE_TOKENS, seed):
+                    now = time.perf_counter()
+                    if before is not None:
+                        self._gaps.append((now, now - before))
+                    before = now
+            except grpc.aio.AioRpcError:
+                self.num_errors += 1
+
+
+@contextlib.asynccontextmanager
+async def _serving(model: Path, adapters: Path, num_requests: int) -> AsyncIterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        async with Fleet(Path(folder)) as fleet:
+            flags = ("--enable-lora", f"--max-loras={_NUM_SLOTS}", f"--max-cpu-loras={_NUM_LOADED}")
+            engine = fleet.add(
+                ServicePlan("engine", 0, (str(model), "--num-threads=1", *flags, f"--lora-dir={adapters}"))
+            )
+            limits = (f"--max-queued-requests={2 * num_requests}", "--text-workers=1")
+            frontend = fleet.add(ServicePlan("frontend", 0, (f"--engine={engine.address}", *limits)))
+            await fleet.start()
+            await fleet.until_routed()
+            yield frontend.address
