@@ -64,6 +64,7 @@ class ForwardContext:
     embedded: EmbeddedTokens | None = None
     hidden: HiddenStates | None = None
     last: HiddenStates | None = None
+    token_types: Tensor | None = None  # [T] int64, 1 for tokens of a second text; None: all are 0
     low_rank_slots: Tensor | None = None
 
     @property

@@ -37,10 +37,14 @@ _MAX_SENT = 32
 
 @dataclass(frozen=True, slots=True)
 class PoolingPrompt:
-    """One prompt. Prompts with the same `affinity_key` go to one engine; empty: to any."""
+    """One prompt. Prompts with the same `affinity_key` go to one engine; empty: to any.
+
+    second_text_start: index of the first token of a second text; None: there is none, or it does not matter.
+    """
 
     token_ids: list[int]
     affinity_key: str = ""
+    second_text_start: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +287,7 @@ class Pooling:
         trace: RequestTrace,
         arrived_at: float,
     ) -> PooledPrompt:
-        failover, entry = self._failover, _entry(work, prompt.token_ids, trace, caller)
+        failover, entry = self._failover, _entry(work, prompt, trace, caller)
         sent = SentPrompt(work.model, entry, caller, trace, failover.clock, arrived_at)
         requirements = EngineRequirements(work.model, _routing(work.params, prompt))
         return PooledPrompt(sent, caller, Migration(failover, requirements, sent))
@@ -318,13 +322,12 @@ def _routing(params: sampling_pb2.PoolingParams, prompt: PoolingPrompt) -> Routi
     )
 
 
-def _entry(
-    work: PoolingWork, token_ids: Sequence[int], trace: RequestTrace, caller: Caller
-) -> add_pb2.AddEntry:
+def _entry(work: PoolingWork, prompt: PoolingPrompt, trace: RequestTrace, caller: Caller) -> add_pb2.AddEntry:
     entry = add_pb2.AddEntry(
         request_id=secrets.token_hex(16),
         external_request_id=work.request_id,
-        prompt_token_ids=id_column(token_ids),
+        prompt_token_ids=id_column(prompt.token_ids),
+        second_text_start=prompt.second_text_start,
         pooling=work.params,
         account=caller.identity.account,
         weight=caller.identity.limits.weight,

@@ -13,11 +13,15 @@ _TENSOR_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class PoolingRequest(Extra):
-    """task: as in Ready.supported_tasks.  num_dimensions: None for all.  normalizes: None as the model."""
+    """task: as in Ready.supported_tasks.  num_dimensions: None for all.  normalizes: None as the model.
+
+    second_text_start: of a prompt of two texts; None for one text.
+    """
 
     task: str
     num_dimensions: int | None = None
     normalizes: bool | None = None
+    second_text_start: int | None = None
 
     @property
     def is_per_token(self) -> bool:

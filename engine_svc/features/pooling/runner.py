@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine_svc.config import EngineConfig
 from engine_svc.core.step import AdmittedRequest
 from engine_svc.features.pooling.extras import PooledResult, PoolingRequest
+from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import Model
 from engine_svc.model.pooler import Pooler, PoolingModel, pooled
 from engine_svc.runner.feature import PendingPart, RunnerContext, RunnerFeature
 from engine_svc.runner.input_batch import StepInputs
-from engine_svc.runner.sampling.transfer import to_host
+from engine_svc.runner.sampling.transfer import to_device, to_host
 
 
 def make(config: EngineConfig, context: RunnerContext) -> RunnerFeature:
@@ -46,6 +48,18 @@ class PoolingRows(RunnerFeature):
     def remove_row(self, row: int) -> None:
         self._rows.pop(row, None)
 
+    def before_forward(self, inputs: StepInputs, context: ForwardContext) -> None:
+        types = np.zeros(int(inputs.counts.sum()), dtype=np.int64)
+        ends = inputs.counts.cumsum().tolist()
+        columns = zip(inputs.rows.tolist(), inputs.starts.tolist(), inputs.counts.tolist(), ends, strict=True)
+        for row_index, start, count, end in columns:
+            row = self._rows.get(row_index)
+            if row is not None and row.request.second_text_start is not None:
+                first = min(max(row.request.second_text_start - start, 0), count)
+                types[end - count + first : end] = 1
+        if types.any():
+            context.token_types = to_device(types, inputs.token_ids.device)
+
     def after_forward(self, inputs: StepInputs, hidden: Tensor, model: Model) -> PendingPart | None:
         pooler = model.pooler if isinstance(model, PoolingModel) else None
         if pooler is None:
@@ -64,7 +78,7 @@ class PoolingRows(RunnerFeature):
                 continue
             whole = torch.cat([*row.states, states]) if row.states else states
             row.states = []
-            complete.setdefault(row.request, []).append((row_index, whole))
+            complete.setdefault(replace(row.request, second_text_start=None), []).append((row_index, whole))
         if not complete:
             return None
         results = [result for request, rows in complete.items() for result in _results(pooler, request, rows)]

@@ -11,7 +11,7 @@ from engine_svc.features.pooling.extras import PooledResult, PoolingRequest
 from triptych.common.v1 import sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, step_pb2
 from triptych_kit.errors import InvalidArgument, Unimplemented
-from triptych_kit.field_checks import unserved
+from triptych_kit.field_checks import check, unserved
 from triptych_kit.rules import MessageRules
 
 _RULES = MessageRules(sampling_pb2.PoolingParams)
@@ -38,15 +38,24 @@ def make(config: EngineConfig) -> WireFeature | None:
 class PoolingOfAdd(WireFeature):
     """spec: of the model that the engine loads."""
 
-    fields = ("pooling",)
+    fields = ("pooling", "second_text_start")
     writes = PooledResult
 
     def __init__(self, spec: PoolingSpec) -> None:
         self._spec = spec
 
     def parse(self, entry: add_pb2.AddEntry, context: AddContext) -> Parsed | None:
+        second = entry.second_text_start if entry.HasField("second_text_start") else None
         if not entry.HasField("pooling"):
+            if second is not None:
+                raise InvalidArgument(
+                    f"second_text_start is {second}, must be left out without pooling",
+                    field="second_text_start",
+                )
             return None
+        most = len(context.token_ids)
+        if second is not None:
+            check(second <= most, "second_text_start", second, f"at most {most}, the tokens")
         pooling = entry.pooling
         broken = _RULES.violations(pooling, {})
         if broken:
@@ -72,7 +81,7 @@ class PoolingOfAdd(WireFeature):
             self._check_dimensions(num_dimensions, task)
         return Parsed(
             PoolingRequest(
-                task, num_dimensions, pooling.normalize if pooling.HasField("normalize") else None
+                task, num_dimensions, pooling.normalize if pooling.HasField("normalize") else None, second
             ),
             # There are no states of positions that are not computed.
             skips_reading_prefix_cache=task.startswith("token_") or self._spec.method != "last",

@@ -202,7 +202,7 @@ def _load(
     elif pooling is not None and pooling.is_encoder:
         from engine_svc.model.transformers.load import load_encoder
 
-        model, num_parameters = load_encoder(config, reader, folder, pooling, dtype, device)
+        model, num_parameters = load_encoder(config, reader, folder, pooling, dtype, device, ops)
         kv_shapes = ()
         if options.is_deterministic:
             _note_variance(True, device, ops, f"in {facts.architecture}", "auto or off")

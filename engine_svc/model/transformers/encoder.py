@@ -6,7 +6,6 @@ equal length.
 
 from __future__ import annotations
 
-import inspect
 import uuid
 import weakref
 from dataclasses import dataclass
@@ -29,6 +28,8 @@ from engine_svc.model.context import ForwardContext
 from engine_svc.model.errors import UnsupportedModel
 from engine_svc.model.facts import KVShape
 from engine_svc.model.pooler import Head, Pooler, make_pooler
+from engine_svc.model.transformers.packing import prepack_projections
+from triptych_kernels import AttentionBatch, Ops
 
 _CLASSES = {
     "embed": MODEL_MAPPING,
@@ -74,7 +75,7 @@ class EncoderModel:
         self.pooler = pooler
         self._base: nn.Module = module.base_model
         self._first_position = first_position(module.config)
-        self._takes_types = "token_type_ids" in inspect.signature(self._base.forward).parameters
+        self._takes_types = getattr(module.config, "type_vocab_size", 0) > 1
         self._groups: list[_Group] = []
         self._interface = f"triptych_encoder_{uuid.uuid4().hex}"
         self._register()
@@ -90,16 +91,18 @@ class EncoderModel:
         order = sorted(range(len(lengths)), key=lengths.__getitem__)
         is_sorted = order == list(range(len(lengths)))
         back: Tensor | None = None
+        types = context.token_types
         if not is_sorted:
             parts = torch.arange(token_ids.shape[0], device=token_ids.device).split(lengths)
             index = torch.cat([parts[row] for row in order])
             back = torch.empty_like(index)
             back[index] = torch.arange(len(index), device=index.device)
             token_ids, positions = token_ids[index], positions[index]
+            types = types if types is None else types[index]
         self._groups = _groups_of([lengths[row] for row in order])
         options: dict[str, Any] = {}
         if self._takes_types:
-            options["token_type_ids"] = torch.zeros_like(token_ids)[None]
+            options["token_type_ids"] = (torch.zeros_like(token_ids) if types is None else types)[None]
         output = self._base(
             input_ids=token_ids[None],
             position_ids=positions[None] + self._first_position,
@@ -160,9 +163,14 @@ def _groups_of(lengths: list[int]) -> list[_Group]:
 
 
 def make_encoder(
-    module: PreTrainedModel, spec: PoolingSpec, folder: Path, dtype: torch.dtype, device: torch.device
+    module: PreTrainedModel,
+    spec: PoolingSpec,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: Ops,
 ) -> EncoderModel:
-    """The model with its head. Raises CheckpointError or UnsupportedModel."""
+    """The model with its head, laid out for the device. Raises CheckpointError or UnsupportedModel."""
     config = module.config
     pooler = make_pooler(
         spec,
@@ -173,7 +181,12 @@ def make_encoder(
         problem_type=config.problem_type,
         num_labels=config.num_labels or 0,
     )
-    return EncoderModel(module, pooler)
+    model = EncoderModel(module, pooler)
+    sample = torch.zeros(1, dtype=torch.int64, device=device)
+    context = ForwardContext((), [], [AttentionBatch.of(sample.new_empty(1, 0), [1], [1], 1)])
+    with torch.inference_mode():
+        prepack_projections(module, ops, lambda: model.forward(sample, sample, sample[:0], context))
+    return model
 
 
 def _classifier(module: PreTrainedModel, head: str) -> Head:

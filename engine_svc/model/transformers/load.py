@@ -68,6 +68,7 @@ def load_encoder(
     spec: PoolingSpec,
     dtype: torch.dtype,
     device: torch.device,
+    ops: Ops,
 ) -> tuple[EncoderModel, int]:
     """The encoder with its head, and its number of parameters."""
     assert config.model_class is not None, "transformers has read the config"
@@ -78,7 +79,8 @@ def load_encoder(
         module = _build(config.model_class, config.config, reader, dtype, folder, None, **options)
         reader.finish()
         module.to(device)  # type: ignore[arg-type]  # The stubs of transformers take no device.
-        return make_encoder(module, spec, folder, dtype, device), module.num_parameters()
+        num_parameters = module.num_parameters()
+        return make_encoder(module, spec, folder, dtype, device, ops), num_parameters
 
 
 def _build(

@@ -187,7 +187,8 @@ class PoolingAnswers:
             check_prompts(document_field, pairs, model)
             # With one key per query, all of its pairs go to one engine, whose prefix cache computes it once.
             keys = [hashlib.sha256(id_column(first)).hexdigest() for first in firsts]
-            return [PoolingPrompt(pair, key) for pair, key in zip(pairs, keys, strict=True)]
+            starts = map(model.tokenizer.pair_template.second_start, firsts)
+            return list(map(PoolingPrompt, pairs, keys, starts))
 
         params = sampling_pb2.PoolingParams(task=_SCORE)
         if not is_by_pairs:

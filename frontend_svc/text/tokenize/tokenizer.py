@@ -119,9 +119,13 @@ class PairTemplate:
         encoding = tokenizer.encode("a", "b", add_special_tokens=True)
         parts: tuple[list[int], list[int], list[int]] = ([], [], [])
         num_seen = 0
-        for token_id, sequence in zip(encoding.ids, encoding.sequence_ids, strict=True):
+        self._has_types = any(encoding.type_ids)
+        self._num_before_second = 0  # tokens in between that have the type of the first text
+        columns = zip(encoding.ids, encoding.sequence_ids, encoding.type_ids, strict=True)
+        for token_id, sequence, kind in columns:
             if sequence is None:
                 parts[num_seen].append(token_id)
+                self._num_before_second += num_seen == 1 and not kind
             else:
                 num_seen = sequence + 1
         self._before, self._between, self._behind = parts
@@ -129,3 +133,7 @@ class PairTemplate:
     def join(self, first: Sequence[int], second: Sequence[int]) -> list[int]:
         """Join two texts that were tokenized without special tokens."""
         return [*self._before, *first, *self._between, *second, *self._behind]
+
+    def second_start(self, first: Sequence[int]) -> int | None:
+        """Index in the joined ids of the first token with the second text's type; None: all have one type."""
+        return len(self._before) + len(first) + self._num_before_second if self._has_types else None

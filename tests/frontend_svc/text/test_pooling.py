@@ -65,5 +65,22 @@ def test_texts_that_were_tokenized_apart_are_joined_as_the_tokenizer_does_it():
     assert (joined[0], joined[-1], joined.count(unknown)) == (end, end, 2)
 
 
+def test_the_second_text_begins_where_the_tokenizer_gives_its_tokens_another_type():
+    tokenizer = word_piece_tokenizer()
+    end = id_of(tokenizer, EOS)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{EOS} $A {EOS}",
+        pair=f"{EOS}:0 $A:0 {EOS}:0 $B:1 {EOS}:1",
+        special_tokens=[(EOS, end)],
+    )
+    first = tokenizer.encode("the cat sat", add_special_tokens=False).ids
+    start = PairTemplate(tokenizer).second_start(first)
+    assert start == tokenizer.encode("the cat sat", "on the mat").type_ids.index(1)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{EOS} $A {EOS}", pair=f"{EOS}:0 $A:0 {EOS}:0 $B:0 {EOS}:0", special_tokens=[(EOS, end)]
+    )
+    assert PairTemplate(tokenizer).second_start(first) is None
+
+
 def test_a_tokenizer_without_a_form_for_pairs_puts_one_text_behind_the_other():
     assert PairTemplate(byte_level_tokenizer()).join([1, 2], [3]) == [1, 2, 3]

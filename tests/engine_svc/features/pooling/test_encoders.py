@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine_svc.features.pooling.extras import PoolingRequest
 from tests.engine_svc.features.pooling.rig import PoolingRig
 from tests.engine_svc.model.encoders import (
     FAMILIES,
@@ -97,3 +98,27 @@ def test_a_vector_is_cut_before_it_is_normalized(tmp_path: Path) -> None:
     (vector,) = PoolingRig(tmp_path).results({"p": [9, 8, 7]}, "embed", 6).values()
     expected = unit(states_alone(model, [9, 8, 7])[0][:6])
     torch.testing.assert_close(vector, expected, atol=1e-5, rtol=0)
+
+
+def test_tokens_of_a_second_text_have_their_own_type(tmp_path: Path) -> None:
+    model = save_encoder(tmp_path, "bert", "classify", num_labels=1)
+    rig, prompts = PoolingRig(tmp_path), prompts_of()
+    starts = {name: len(token_ids) // 2 for name, token_ids in prompts.items()}
+    for name, token_ids in prompts.items():
+        rig.add(name, token_ids, PoolingRequest("score", second_text_start=starts[name]))
+    rig.add("one text", prompts["p2"], PoolingRequest("score"))
+    scores = rig.run()
+    for name, token_ids in prompts.items():
+        types = torch.tensor([[int(index >= starts[name]) for index in range(len(token_ids))]])
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([token_ids]), token_type_ids=types).logits[0]
+        torch.testing.assert_close(scores[name], logits.sigmoid(), atol=1e-5, rtol=0)
+    assert abs(scores["p2"] - scores["one text"]) > 1e-3
+
+
+def test_a_model_with_one_type_ignores_where_a_second_text_begins(tmp_path: Path) -> None:
+    model = save_encoder(tmp_path, "distilbert", "classify", num_labels=1)
+    rig = PoolingRig(tmp_path)
+    rig.add("p", [9, 8, 7], PoolingRequest("score", second_text_start=1))
+    expected = logits_alone(model, [9, 8, 7]).sigmoid()
+    torch.testing.assert_close(rig.run()["p"], expected, atol=1e-5, rtol=0)

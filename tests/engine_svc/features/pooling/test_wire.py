@@ -23,11 +23,14 @@ EMBED = sampling_pb2.POOLING_TASK_EMBED
 SPEC = PoolingSpec(("embed", "token_embed"), "embed", True, "mean", 32, dimensions=(8, 16))
 
 
-def read(num_tokens: int = 5, spec: PoolingSpec = SPEC, **pooling: object) -> Request:
+def read(
+    num_tokens: int = 5, spec: PoolingSpec = SPEC, second: int | None = None, **pooling: object
+) -> Request:
     entry = add_pb2.AddEntry(
         handle=1,
         request_id="1" * 32,
         prompt_token_ids=column([7] * num_tokens),
+        second_text_start=second,
         pooling=sampling_pb2.PoolingParams(**{"task": EMBED, **pooling}),
     )
     facts = replace(make_facts(), supported_tasks=spec.tasks)
@@ -39,6 +42,20 @@ def test_a_request_has_what_is_asked_for_and_samples_no_token():
     request = read(dimensions=8, normalize=False)
     assert request.extras == {PoolingRequest: PoolingRequest("embed", 8, False)}
     assert not request.samples
+
+
+def test_a_second_text_begins_within_the_prompt():
+    assert read(second=5).extras[PoolingRequest].second_text_start == 5
+    with pytest.raises(InvalidArgument, match=r"second_text_start is 6, it takes at most 5, the tokens"):
+        read(second=6)
+
+
+def test_only_pooling_has_a_second_text():
+    entry = make_entry(1)
+    entry.second_text_start = 2
+    features = WireFeatures([PoolingOfAdd(SPEC)])
+    with pytest.raises(InvalidArgument, match="second_text_start is 2, must be left out without pooling"):
+        messages.to_request(entry, session_number=1, facts=make_facts(), now=1.0, features=features)
 
 
 def test_its_prompt_may_have_all_positions():
