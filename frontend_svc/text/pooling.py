@@ -80,8 +80,13 @@ def check_inputs(
     inputs: Sequence[embedding_pb2.PoolingInput],
     model: ServedModel,
     violations: Violations,
+    *,
+    may_be_long: bool = False,
 ) -> None:
-    """Add violations for inputs that are missing, empty or too long, or have ids outside the vocabulary."""
+    """Add violations for inputs that are missing, empty or too long, or have ids outside the vocabulary.
+
+    may_be_long: whether ids are cut to what the model takes.
+    """
     for index, entry in enumerate(inputs):
         entry_field = f"{field}[{index}]"
         kind = entry.WhichOneof("input")
@@ -93,7 +98,8 @@ def check_inputs(
             )
         else:
             ids = entry.token_ids.ids
-            if violations.need_count(f"{entry_field}.token_ids", len(ids), "ids", 1, model.max_model_len):
+            most = max(len(ids), 1) if may_be_long else model.max_model_len
+            if violations.need_count(f"{entry_field}.token_ids", len(ids), "ids", 1, most):
                 violations.need_ids(f"{entry_field}.token_ids", ids, model.vocab_size)
 
 
@@ -103,24 +109,47 @@ async def tokenize_inputs(
     model: ServedModel,
     *,
     add_special_tokens: bool = True,
+    num_kept: int | None = None,
+    may_be_long: bool = False,
 ) -> list[list[int]]:
-    """The token ids of checked inputs, in order. Inputs that are token ids are not changed."""
+    """The token ids of checked inputs, in order, without change where they are given.
+
+    num_kept: first tokens of each that are kept; special tokens at the end of a text stay; None: all.
+    may_be_long: whether a text is cut later.
+    """
 
     async def ids_of(index: int, entry: embedding_pb2.PoolingInput) -> list[int]:
         if entry.WhichOneof("input") == "token_ids":
-            return list(entry.token_ids.ids)
+            return list(entry.token_ids.ids[:num_kept])
         entry_field = f"{field}[{index}].prompt"
-        check_fits(entry_field, entry.prompt, model)
+        if num_kept is None and not may_be_long:
+            check_fits(entry_field, entry.prompt, model)
         check_text(entry_field, entry.prompt, model)
-        return await model.tokenizer.encode(
+        ids = await model.tokenizer.encode(
             entry.prompt, add_special_tokens=add_special_tokens, field=entry_field
         )
+        return truncated(ids, num_kept, model.tokenizer.num_special_behind if add_special_tokens else 0)
 
     token_ids: list[list[int]] = []
     for start in range(0, len(inputs), _TOKENIZED_AT_ONCE):
         part = inputs[start : start + _TOKENIZED_AT_ONCE]
         token_ids += await asyncio.gather(*(ids_of(start + index, entry) for index, entry in enumerate(part)))
     return token_ids
+
+
+def truncated(token_ids: list[int], num_kept: int | None, num_special_behind: int) -> list[int]:
+    """The first `num_kept` tokens, of which the last are the special ones at the end; None: all."""
+    if num_kept is None or len(token_ids) <= num_kept:
+        return token_ids
+    behind = token_ids[len(token_ids) - num_special_behind :] if num_special_behind < num_kept else []
+    return token_ids[: num_kept - len(behind)] + behind
+
+
+def truncated_pair(first: list[int], second: list[int], num_kept: int | None) -> tuple[list[int], list[int]]:
+    """Two texts with at most `num_kept` tokens together; the second is cut before the first. None: as is."""
+    if num_kept is None:
+        return first, second
+    return first[:num_kept], second[: max(0, num_kept - len(first))]
 
 
 def check_prompts(field: str, prompts: Sequence[Sequence[int]], model: ServedModel) -> None:

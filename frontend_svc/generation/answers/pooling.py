@@ -21,6 +21,7 @@ from frontend_svc.text.pooling import (
     refuse_unserved_pooling,
     refuse_unsupported,
     tokenize_inputs,
+    truncated_pair,
 )
 from frontend_svc.text.tokenize.id_column import id_column
 from triptych.api.v1 import embedding_pb2
@@ -77,7 +78,7 @@ class PoolingAnswers:
         model = self._checked_model(request, {"inputs": request.inputs}, violations)
         refuse_unserved_pooling(params)
         refuse_unsupported(model, [params.task])
-        pooled = await self._run(model, params, request.inputs, request.request_id, caller)
+        pooled = await self._run(model, params, request, caller)
         for result in pooled.results:
             if params.HasField("dimensions") and result.tensor.shape[-1] != params.dimensions:
                 num_dimensions = result.tensor.shape[-1]
@@ -100,7 +101,7 @@ class PoolingAnswers:
         model = self._checked_model(request, {"inputs": request.inputs}, Violations())
         refuse_unsupported(model, [task])
         params = sampling_pb2.PoolingParams(task=task)
-        pooled = await self._run(model, params, request.inputs, request.request_id, caller)
+        pooled = await self._run(model, params, request, caller)
         return embedding_pb2.ClassifyResponse(
             results=[result.tensor for result in pooled.results],
             labels=model.class_labels,
@@ -116,7 +117,7 @@ class PoolingAnswers:
         rule = f"must be 1 or as many as documents, {num_documents}"
         violations.need(num_queries in (1, num_documents), "queries", num_queries, rule)
         model = self._checked_model(request, inputs, violations)
-        scores, pooled = await self._scores_of(model, inputs, request.request_id, caller)
+        scores, pooled = await self._scores_of(model, inputs, request, caller)
         return embedding_pb2.ScoreResponse(scores=scores, usage=_usage(pooled), request_id=pooled.request_id)
 
     async def rerank(
@@ -126,7 +127,7 @@ class PoolingAnswers:
         violations = Violations()
         inputs = {"query": [request.query], "documents": request.documents}
         model = self._checked_model(request, inputs, violations)
-        scores, pooled = await self._scores_of(model, inputs, request.request_id, caller)
+        scores, pooled = await self._scores_of(model, inputs, request, caller)
         best_first = sorted(range(len(scores)), key=lambda index: -scores[index])
         return embedding_pb2.RerankResponse(
             results=[
@@ -142,8 +143,10 @@ class PoolingAnswers:
     ) -> ServedModel:
         model = self._pooling.model(request.model)
         violations.extend(_RULES[type(request)].violations(request, {}))
+        most, num_kept = model.max_model_len, request.truncate_prompt_tokens
+        violations.need(num_kept <= most, "truncate_prompt_tokens", num_kept, f"must be at most {most}")
         for field, values in inputs.items():
-            check_inputs(field, values, model, violations)
+            check_inputs(field, values, model, violations, may_be_long=num_kept != 0)
         violations.raise_if_any()
         return model
 
@@ -151,22 +154,26 @@ class PoolingAnswers:
         self,
         model: ServedModel,
         params: sampling_pb2.PoolingParams,
-        inputs: Inputs,
-        request_id: str,
+        request: embedding_pb2.EmbedRequest | embedding_pb2.ClassifyRequest,
         caller: Caller,
     ) -> PooledPrompts:
         async def tokenize() -> list[PoolingPrompt]:
-            prompts = await tokenize_inputs("inputs", inputs, model)
+            num_kept = _num_kept(request, model)
+            prompts = await tokenize_inputs("inputs", request.inputs, model, num_kept=num_kept)
             check_prompts("inputs", prompts, model)
             return list(map(PoolingPrompt, prompts))
 
-        pooled = await self._pooling.run(PoolingWork(request_id, model, params, tokenize), caller)
+        pooled = await self._pooling.run(PoolingWork(request.request_id, model, params, tokenize), caller)
         for result in pooled.results:
             check_result(result.tensor, 2 if is_per_token(params.task) else 1)
         return pooled
 
     async def _scores_of(
-        self, model: ServedModel, inputs: Mapping[str, Inputs], request_id: str, caller: Caller
+        self,
+        model: ServedModel,
+        inputs: Mapping[str, Inputs],
+        request: embedding_pb2.ScoreRequest | embedding_pb2.RerankRequest,
+        caller: Caller,
     ) -> tuple[list[float], PooledPrompts]:
         """A score for each document. `inputs`: queries (one, or as many as documents), then documents."""
         refuse_unsupported(model, [_SCORE, _EMBED])
@@ -174,27 +181,42 @@ class PoolingAnswers:
         (query_field, queries), (document_field, documents) = inputs.items()
 
         async def tokenize() -> list[PoolingPrompt]:
-            has_special = not is_by_pairs
-            firsts = await tokenize_inputs(query_field, queries, model, add_special_tokens=has_special)
-            seconds = await tokenize_inputs(document_field, documents, model, add_special_tokens=has_special)
+            num_kept = _num_kept(request, model)
             if not is_by_pairs:
+                firsts = await tokenize_inputs(query_field, queries, model, num_kept=num_kept)
+                seconds = await tokenize_inputs(document_field, documents, model, num_kept=num_kept)
                 check_prompts(query_field, firsts, model)
                 check_prompts(document_field, seconds, model)
                 return list(map(PoolingPrompt, firsts + seconds))
-            join = model.tokenizer.pair_template.join
-            firsts = list(_spread(firsts, seconds))
-            pairs = [join(first, second) for first, second in zip(firsts, seconds, strict=True)]
+            is_cut = num_kept is not None
+            firsts, seconds = [
+                await tokenize_inputs(field, texts, model, add_special_tokens=False, may_be_long=is_cut)
+                for field, texts in ((query_field, queries), (document_field, documents))
+            ]
+            template = model.tokenizer.pair_template
+            room = None if num_kept is None else max(0, num_kept - template.num_special)
+            cut = [
+                truncated_pair(first, second, room)
+                for first, second in zip(_spread(firsts, seconds), seconds, strict=True)
+            ]
+            firsts, pairs = [first for first, _ in cut], [template.join(*pair) for pair in cut]
             check_prompts(document_field, pairs, model)
             # With one key per query, all of its pairs go to one engine, whose prefix cache computes it once.
             keys = [hashlib.sha256(id_column(first)).hexdigest() for first in firsts]
-            starts = map(model.tokenizer.pair_template.second_start, firsts)
+            starts = map(template.second_start, firsts)
             return list(map(PoolingPrompt, pairs, keys, starts))
 
         params = sampling_pb2.PoolingParams(task=_SCORE)
         if not is_by_pairs:
             params = sampling_pb2.PoolingParams(task=_EMBED, normalize=True)
-        pooled = await self._pooling.run(PoolingWork(request_id, model, params, tokenize), caller)
+        pooled = await self._pooling.run(PoolingWork(request.request_id, model, params, tokenize), caller)
         return (_pair_scores(pooled) if is_by_pairs else _cosines(pooled, len(queries))), pooled
+
+
+def _num_kept(request: PoolingRequest, model: ServedModel) -> int | None:
+    """How many tokens of each prompt are kept; None: all."""
+    num_kept = request.truncate_prompt_tokens
+    return model.max_model_len if num_kept < 0 else num_kept or None
 
 
 def _pair_scores(pooled: PooledPrompts) -> list[float]:

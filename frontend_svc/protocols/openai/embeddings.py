@@ -46,6 +46,7 @@ class PoolingBody(Base, kw_only=True):
 
     model: str = ""
     request_id: str | None = None
+    truncate_prompt_tokens: int | None = None  # vLLM's
 
 
 class EmbeddingBody(PoolingBody, kw_only=True):
@@ -53,6 +54,10 @@ class EmbeddingBody(PoolingBody, kw_only=True):
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] = "float"
     normalize: bool | None = None  # vLLM's
+
+
+class ClassifyBody(PoolingBody, kw_only=True):
+    input: str | list[Any]  # as of embeddings
 
 
 class ScoreBody(PoolingBody, kw_only=True):
@@ -80,6 +85,7 @@ class EmbeddingRoutes:
         self._pooling, self._models = pooling, models
         self.posts: dict[str, Handler] = {
             "/v1/embeddings": without_rank(self._embeddings),
+            "/classify": without_rank(self._classify),
             **dict.fromkeys(("/score", "/v1/score"), without_rank(self._score)),
             **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), without_rank(self._rerank)),
         }
@@ -89,6 +95,7 @@ class EmbeddingRoutes:
         model, inputs = self._name_of(body.model), _inputs(body.input)
         api_request = embedding_pb2.EmbedRequest(model=model, inputs=inputs.values())
         set_field(api_request, "request_id", body.request_id)
+        set_field(api_request, "truncate_prompt_tokens", body.truncate_prompt_tokens)
         set_field(api_request.pooling, "dimensions", body.dimensions)
         set_field(api_request.pooling, "normalize", body.normalize)
         names = {f"inputs[{index}]": field for index, field in enumerate(inputs)}
@@ -111,6 +118,31 @@ class EmbeddingRoutes:
         }
         return json_response(content, ignored)
 
+    async def _classify(self, request: Request) -> Response:
+        body, ignored = await body_of(request, ClassifyBody)
+        model, inputs = self._name_of(body.model), _inputs(body.input)
+        api_request = embedding_pb2.ClassifyRequest(model=model, inputs=inputs.values())
+        set_field(api_request, "request_id", body.request_id)
+        set_field(api_request, "truncate_prompt_tokens", body.truncate_prompt_tokens)
+        names = {f"inputs[{index}]": field for index, field in enumerate(inputs)}
+        request.state.name_of = _names_of(names | {"inputs": "input"})
+        answer = await unless_disconnected(request, self._pooling.classify(api_request, caller_of(request)))
+        data = []
+        for index, tensor in enumerate(answer.results):
+            probs = _floats_of(tensor)
+            best = max(range(len(probs)), key=probs.__getitem__)
+            label = answer.labels[best] if len(answer.labels) == len(probs) else None
+            data.append({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
+        content = {
+            "id": f"classify-{answer.request_id}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": api_request.model,
+            "data": data,
+            "usage": _usage_of(answer.usage),
+        }
+        return json_response(content, ignored)
+
     async def _score(self, request: Request) -> Response:
         body, ignored = await body_of(request, ScoreBody)
         (query_field, queries), (document_field, documents) = _pair_of(body)
@@ -119,6 +151,7 @@ class EmbeddingRoutes:
             model=model, queries=_texts(queries), documents=_texts(documents)
         )
         set_field(api_request, "request_id", body.request_id)
+        set_field(api_request, "truncate_prompt_tokens", body.truncate_prompt_tokens)
         names = {"queries": query_field, "documents": document_field}
         request.state.name_of = _names_of(names)
         answer = await unless_disconnected(request, self._pooling.score(api_request, caller_of(request)))
@@ -143,6 +176,7 @@ class EmbeddingRoutes:
             model=model, query={"prompt": body.query}, documents=_texts(texts)
         )
         set_field(api_request, "request_id", body.request_id)
+        set_field(api_request, "truncate_prompt_tokens", body.truncate_prompt_tokens)
         set_field(api_request, "top_n", body.top_n)
         request.state.name_of = _names_of({"query[0]": "query"})
         answer = await unless_disconnected(request, self._pooling.rerank(api_request, caller_of(request)))

@@ -27,7 +27,6 @@ _LIKE = 0.75  # from which on a path is that of a route, with a mistake
 _ELSEWHERE = {
     "/abort_requests": "clients abort a request as they disconnect, or by Abort of gRPC",
     "/api": _OPENAI,
-    "/classify": "use /score or /rerank",
     "/docs": _ROUTES,
     "/generate": _OPENAI,
     "/inference/v1/generate": "/v1/completions takes token ids as its prompt",

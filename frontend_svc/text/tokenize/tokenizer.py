@@ -33,6 +33,8 @@ class ModelTokenizer:
         self._vocab_size = max(vocabulary.values(), default=-1) + 1
         self.token_texts = TokenTexts(tokenizer)
         self.pair_template = PairTemplate(tokenizer)
+        alone = tokenizer.encode("a", add_special_tokens=True).sequence_ids
+        self.num_special_behind = next((n for n, kind in enumerate(reversed(alone)) if kind is not None), 0)
 
     @property
     def files(self) -> TextFiles:
@@ -133,6 +135,11 @@ class PairTemplate:
     def join(self, first: Sequence[int], second: Sequence[int]) -> list[int]:
         """Join two texts that were tokenized without special tokens."""
         return [*self._before, *first, *self._between, *second, *self._behind]
+
+    @property
+    def num_special(self) -> int:
+        """Special tokens of a joined pair."""
+        return len(self._before) + len(self._between) + len(self._behind)
 
     def second_start(self, first: Sequence[int]) -> int | None:
         """Index in the joined ids of the first token with the second text's type; None: all have one type."""

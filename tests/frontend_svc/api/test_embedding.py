@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2
 
 from tests.frontend_svc.fakes import (
     EOS_ID,
+    MAX_MODEL_LEN,
     TOKENIZER,
     VOCAB_SIZE,
     WAIT_S,
@@ -146,6 +147,15 @@ async def test_classes_have_the_names_that_the_model_gives_them():
     assert list(response.labels) == ["bad", "good"]
     assert list(response.results) == [tensor([0.25, 0.75])]
     assert not engine.requests[0].entry.skip_reading_prefix_cache
+
+
+async def test_an_input_is_cut_to_what_the_model_takes():
+    engine = FakeEngine(pooling(length_vector), supported_tasks=ENGINE_TASKS)
+    async with serving(engine) as (client, _):
+        given = [ids(*[5] * (MAX_MODEL_LEN + 3))]
+        long = embedding_pb2.EmbedRequest(inputs=given, truncate_prompt_tokens=-1)
+        response = await client.embedding.Embed(long, timeout=WAIT_S)
+    assert response.usage.num_prompt_tokens == MAX_MODEL_LEN
 
 
 async def test_pairs_are_scored_together_where_the_model_does_that():

@@ -200,3 +200,23 @@ async def test_a_model_that_does_not_pool_is_named_with_its_tasks(path, body, ta
     error = reply.body["error"]
     assert (reply.status, error["code"]) == (400, "task_not_supported")
     assert error["message"] == f"model 'tiny' does not support {task}; it supports: generate"
+
+
+async def test_classes_have_their_probabilities_and_the_most_likely_name():
+    def script(engine: FakeEngine, request: FakeRequest) -> None:
+        content = struct.pack("<2f", 0.25, 0.75)
+        engine.pool(request, tensor_pb2.Tensor(dtype=tensor_pb2.D_TYPE_FP32, shape=[2], inline=content))
+
+    config = {"id2label": {"0": "bad", "1": "good"}}
+    engine = FakeEngine(script, supported_tasks=["classify"], config=config)
+    async with served(engine) as client:
+        answer = await client.post("/classify", {"input": ["the cat"]})
+    assert answer.body["data"] == [{"index": 0, "label": "good", "probs": [0.25, 0.75], "num_classes": 2}]
+    assert answer.body["usage"]["prompt_tokens"] == num_tokens("the cat")
+
+
+async def test_a_long_input_is_cut_on_request():
+    engine = pooling_engine()
+    async with served(engine) as client:
+        await client.post("/v1/embeddings", {"input": [[5, 6, 7], [8]], "truncate_prompt_tokens": 2})
+    assert [list(request.prompt) for request in engine.requests] == [[5, 6], [8]]

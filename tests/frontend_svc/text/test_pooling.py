@@ -7,7 +7,7 @@ import struct
 import pytest
 from tokenizers import processors
 
-from frontend_svc.text.pooling import check_result, read_floats
+from frontend_svc.text.pooling import check_result, read_floats, truncated, truncated_pair
 from frontend_svc.text.tokenize.tokenizer import PairTemplate
 from tests.frontend_svc.tokenizers import EOS, byte_level_tokenizer, id_of, word_piece_tokenizer
 from triptych.common.v1 import tensor_pb2
@@ -45,6 +45,22 @@ def test_the_numbers_of_every_float_type_are_read(dtype, content):
 def test_a_result_that_is_not_whole_or_of_another_form_is_refused(tensor):
     with pytest.raises(Internal, match="the engine gave a result of shape"):
         check_result(tensor, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_kept", "expected"),
+    [(None, [1, 2, 3, 4, 9]), (5, [1, 2, 3, 4, 9]), (4, [1, 2, 3, 9]), (2, [1, 9]), (1, [1])],
+)
+def test_a_cut_text_keeps_its_special_token_at_the_end(num_kept, expected):
+    assert truncated([1, 2, 3, 4, 9], num_kept, num_special_behind=1) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_kept", "expected"),
+    [(None, ([1, 2], [3, 4, 5])), (4, ([1, 2], [3, 4])), (2, ([1, 2], [])), (1, ([1], []))],
+)
+def test_of_a_cut_pair_the_second_text_goes_first(num_kept, expected):
+    assert truncated_pair([1, 2], [3, 4, 5], num_kept) == expected
 
 
 # Two texts as one prompt, as a tokenizer itself joins them.

@@ -29,7 +29,7 @@ from triptych.common.v1 import tensor_pb2 as triptych_dot_common_dot_v1_dot_tens
 from triptych.options.v1 import rules_pb2 as triptych_dot_options_dot_v1_dot_rules__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftriptych/api/v1/embedding.proto\x12\x0ftriptych.api.v1\x1a\x1etriptych/api/v1/generate.proto\x1a\x1ftriptych/common/v1/output.proto\x1a!triptych/common/v1/sampling.proto\x1a\x1ftriptych/common/v1/tensor.proto\x1a\x1ftriptych/options/v1/rules.proto\"a\n\x0cPoolingInput\x12\x18\n\x06prompt\x18\x01 \x01(\tB\x06\xca\xf4\x18\x02x\x01H\x00\x12.\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x19.triptych.api.v1.TokenIdsH\x00\x42\x07\n\x05input\"\xe5\x01\n\x0c\x45mbedRequest\x12!\n\x05model\x18\x01 \x01(\tB\x12\xca\xf4\x18\x0e\n\x0cthe only one\x12\x38\n\x06inputs\x18\x02 \x03(\x0b\x32\x1d.triptych.api.v1.PoolingInputB\t\xca\xf4\x18\x05H\x01P\x80\x10\x12?\n\x07pooling\x18\x03 \x01(\x0b\x32!.triptych.common.v1.PoolingParamsB\x0b\xca\xf4\x18\x07\n\x05\x45MBED\x12\x37\n\nrequest_id\x18\x04 \x01(\tB#\xca\xf4\x18\x1f\n\x16the frontend makes one\x80\x01\x80\x01\x90\x01\x01\"}\n\rEmbedResponse\x12.\n\nembeddings\x18\x01 \x03(\x0b\x32\x1a.triptych.common.v1.Tensor\x12(\n\x05usage\x18\x02 \x01(\x0b\x32\x19.triptych.common.v1.Usage\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"\xe2\x01\n\x0cScoreRequest\x12!\n\x05model\x18\x01 \x01(\tB\x12\xca\xf4\x18\x0e\n\x0cthe only one\x12\x39\n\x07queries\x18\x02 \x03(\x0b\x32\x1d.triptych.api.v1.PoolingInputB\t\xca\xf4\x18\x05H\x01P\x80\x10\x12;\n\tdocuments\x18\x03 \x03(\x0b\x32\x1d.triptych.api.v1.PoolingInputB\t\xca\xf4\x18\x05H\x01P\x80\x10\x12\x37\n\nrequest_id\x18\x04 \x01(\tB#\xca\xf4\x18\x1f\n\x16the frontend makes one\x80\x01\x80\x01\x90\x01\x01\"]\n\rScoreResponse\x12\x0e\n\x06scores\x18\x01 \x03(\x02\x12(\n\x05usage\x18\x02 \x01(\x0b\x32\x19.triptych.common.v1.Usage\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"\xfc\x01\n\rRerankRequest\x12!\n\x05model\x18\x01 \x01(\tB\x12\xca\xf4\x18\x0e\n\x0cthe only one\x12,\n\x05query\x18\x02 \x01(\x0b\x32\x1d.triptych.api.v1.PoolingInput\x12;\n\tdocuments\x18\x03 \x03(\x0b\x32\x1d.triptych.api.v1.PoolingInputB\t\xca\xf4\x18\x05H\x01P\x80\x10\x12$\n\x05top_n\x18\x04 \x01(\x03\x42\x15\xca\xf4\x18\x11\n\x06\x30, all\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x37\n\nrequest_id\x18\x05 \x01(\tB#\xca\xf4\x18\x1f\n\x16the frontend makes one\x80\x01\x80\x01\x90\x01\x01\"~\n\x0eRerankResponse\x12.\n\x07results\x18\x01 \x03(\x0b\x32\x1d.triptych.api.v1.RerankResult\x12(\n\x05usage\x18\x02 \x01(\x0b\x32\x19.triptych.common.v1.Usage\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"5\n\x0cRerankResult\x12\x16\n\x0e\x64ocument_index\x18\x01 \x01(\r\x12\r\n\x05score\x18\x02 \x01(\x02\"\xde\x01\n\x0f\x43lassifyRequest\x12!\n\x05model\x18\x01 \x01(\tB\x12\xca\xf4\x18\x0e\n\x0cthe only one\x12\x38\n\x06inputs\x18\x02 \x03(\x0b\x32\x1d.triptych.api.v1.PoolingInputB\t\xca\xf4\x18\x05H\x01P\x80\x10\x12\x35\n\tper_token\x18\x03 \x01(\x08\x42\"\xca\xf4\x18\x1e\n\x1c\x66\x61lse, the prompt as a whole\x12\x37\n\nrequest_id\x18\x04 \x01(\tB#\xca\xf4\x18\x1f\n\x16the frontend makes one\x80\x01\x80\x01\x90\x01\x01\"\x8d\x01\n\x10\x43lassifyResponse\x12+\n\x07results\x18\x01 \x03(\x0b\x32\x1a.triptych.common.v1.Tensor\x12\x0e\n\x06labels\x18\x02 \x03(\t\x12(\n\x05usage\x18\x03 \x01(\x0b\x32\x19.triptych.common.v1.Usage\x12\x12\n\nrequest_id\x18\x04 \x01(\t2\xbe\x02\n\x10\x45mbeddingService\x12\x46\n\x05\x45mbed\x12\x1d.triptych.api.v1.EmbedRequest\x1a\x1e.triptych.api.v1.EmbedResponse\x12\x46\n\x05Score\x12\x1d.triptych.api.v1.ScoreRequest\x1a\x1e.triptych.api.v1.ScoreResponse\x12I\n\x06Rerank\x12\x1e.triptych.api.v1.RerankRequest\x1a\x1f.triptych.api.v1.RerankResponse\x12O\n\x08\x43lassify\x12 .triptych.api.v1.ClassifyRequest\x1a!.triptych.api.v1.ClassifyResponseB<\n\x0ftriptych.api.v1P\x01Z\x15triptych/api/v1;apiv1\xaa\x02\x0fTriptych.Api.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftriptych/api/v1/embedding.proto\x12\x0ftriptych.api.v1\x1a\x1etriptych/api/v1/generate.proto\x1a\x1ftriptych/common/v1/output.proto\x1a!triptych/common/v1/sampling.proto\x1a\x1ftriptych/common/v1/tensor.proto\x1a\x1ftriptych/options/v1/rules.proto\"a\n\x0cPoolingInput\x12\x18\n\x06prompt\x18\x01 \x01(\tB\x06\xca\xf4\x18\x02x\x01H\x00\x12.\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x19.triptych.api.v1.TokenIdsH\x00\x42\x07\n\x05input\"\xc1\x02\n\x0c\x45mbedRequest\x12!\n\x05model\x18\x01 \x01(\tB\x12\xca\xf4\x18\x0e\n\x0cthe only one\x12\x38\n\x06inputs\x18\x02 \x03(\x0b\x32\x1d.triptych.api.v1.PoolingInputB\t\xca\xf4\x18\x05H\x01P\x80\x10\x12?\n\x07pooling\x18\x03 \x01(\x0b\x32!.triptych.common.v1.PoolingParamsB\x0b\xca\xf4\x18\x07\n\x05\x45MBED\x12\x37\n\nrequest_id\x18\x04 \x01(\tB#\xca\xf4\x18\x1f\n\x16the frontend makes one\x80\x01\x80\x01\x90\x01\x01\x12Z\n\x16truncate_prompt_tokens\x18\x05 \x01(\x03\x42:\xca\xf4\x18\x36\n\"0, one that is too long is refused\x11\x00\x00\x00\x00\x00\x00\x00\x00\x31\x00\x00\x00\x00\x00\x00\xf0\xbf\"}\n\rEmbedResponse\x12.\n\nembeddings\x18\x01 \x03(\x0b\x32\x1a.triptych.common.v1.Tensor\x12(\n\x05usage\x18\x02 \x01(\x0b\x32\x19.triptych.common.v1.Usage\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"\xbe\x02\n\x0cScoreRequest\x12!\n\x05model\x18\x01 \x01(\tB\x12\xca\xf4\x18\x0e\n\x0cthe only one\x12\x39\n\x07queries\x18\x02 \x03(\x0b\x32\x1d.triptych.api.v1.PoolingInputB\t\xca\xf4\x18\x05H\x01P\x80\x10\x12;\n\tdocuments\x18\x03 \x03(\x0b\x32\x1d.triptych.api.v1.PoolingInputB\t\xca\xf4\x18\x05H\x01P\x80\x10\x12\x37\n\nrequest_id\x18\x04 \x01(\tB#\xca\xf4\x18\x1f\n\x16the frontend makes one\x80\x01\x80\x01\x90\x01\x01\x12Z\n\x16truncate_prompt_tokens\x18\x05 \x01(\x03\x42:\xca\xf4\x18\x36\n\"0, one that is too long is refused\x11\x00\x00\x00\x00\x00\x00\x00\x00\x31\x00\x00\x00\x00\x00\x00\xf0\xbf\"]\n\rScoreResponse\x12\x0e\n\x06scores\x18\x01 \x03(\x02\x12(\n\x05usage\x18\x02 \x01(\x0b\x32\x19.triptych.common.v1.Usage\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"\xd8\x02\n\rRerankRequest\x12!\n\x05model\x18\x01 \x01(\tB\x12\xca\xf4\x18\x0e\n\x0cthe only one\x12,\n\x05query\x18\x02 \x01(\x0b\x32\x1d.triptych.api.v1.PoolingInput\x12;\n\tdocuments\x18\x03 \x03(\x0b\x32\x1d.triptych.api.v1.PoolingInputB\t\xca\xf4\x18\x05H\x01P\x80\x10\x12$\n\x05top_n\x18\x04 \x01(\x03\x42\x15\xca\xf4\x18\x11\n\x06\x30, all\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x37\n\nrequest_id\x18\x05 \x01(\tB#\xca\xf4\x18\x1f\n\x16the frontend makes one\x80\x01\x80\x01\x90\x01\x01\x12Z\n\x16truncate_prompt_tokens\x18\x06 \x01(\x03\x42:\xca\xf4\x18\x36\n\"0, one that is too long is refused\x11\x00\x00\x00\x00\x00\x00\x00\x00\x31\x00\x00\x00\x00\x00\x00\xf0\xbf\"~\n\x0eRerankResponse\x12.\n\x07results\x18\x01 \x03(\x0b\x32\x1d.triptych.api.v1.RerankResult\x12(\n\x05usage\x18\x02 \x01(\x0b\x32\x19.triptych.common.v1.Usage\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"5\n\x0cRerankResult\x12\x16\n\x0e\x64ocument_index\x18\x01 \x01(\r\x12\r\n\x05score\x18\x02 \x01(\x02\"\xba\x02\n\x0f\x43lassifyRequest\x12!\n\x05model\x18\x01 \x01(\tB\x12\xca\xf4\x18\x0e\n\x0cthe only one\x12\x38\n\x06inputs\x18\x02 \x03(\x0b\x32\x1d.triptych.api.v1.PoolingInputB\t\xca\xf4\x18\x05H\x01P\x80\x10\x12\x35\n\tper_token\x18\x03 \x01(\x08\x42\"\xca\xf4\x18\x1e\n\x1c\x66\x61lse, the prompt as a whole\x12\x37\n\nrequest_id\x18\x04 \x01(\tB#\xca\xf4\x18\x1f\n\x16the frontend makes one\x80\x01\x80\x01\x90\x01\x01\x12Z\n\x16truncate_prompt_tokens\x18\x05 \x01(\x03\x42:\xca\xf4\x18\x36\n\"0, one that is too long is refused\x11\x00\x00\x00\x00\x00\x00\x00\x00\x31\x00\x00\x00\x00\x00\x00\xf0\xbf\"\x8d\x01\n\x10\x43lassifyResponse\x12+\n\x07results\x18\x01 \x03(\x0b\x32\x1a.triptych.common.v1.Tensor\x12\x0e\n\x06labels\x18\x02 \x03(\t\x12(\n\x05usage\x18\x03 \x01(\x0b\x32\x19.triptych.common.v1.Usage\x12\x12\n\nrequest_id\x18\x04 \x01(\t2\xbe\x02\n\x10\x45mbeddingService\x12\x46\n\x05\x45mbed\x12\x1d.triptych.api.v1.EmbedRequest\x1a\x1e.triptych.api.v1.EmbedResponse\x12\x46\n\x05Score\x12\x1d.triptych.api.v1.ScoreRequest\x1a\x1e.triptych.api.v1.ScoreResponse\x12I\n\x06Rerank\x12\x1e.triptych.api.v1.RerankRequest\x1a\x1f.triptych.api.v1.RerankResponse\x12O\n\x08\x43lassify\x12 .triptych.api.v1.ClassifyRequest\x1a!.triptych.api.v1.ClassifyResponseB<\n\x0ftriptych.api.v1P\x01Z\x15triptych/api/v1;apiv1\xaa\x02\x0fTriptych.Api.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,6 +47,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EMBEDREQUEST'].fields_by_name['pooling']._serialized_options = b'\312\364\030\007\n\005EMBED'
   _globals['_EMBEDREQUEST'].fields_by_name['request_id']._loaded_options = None
   _globals['_EMBEDREQUEST'].fields_by_name['request_id']._serialized_options = b'\312\364\030\037\n\026the frontend makes one\200\001\200\001\220\001\001'
+  _globals['_EMBEDREQUEST'].fields_by_name['truncate_prompt_tokens']._loaded_options = None
+  _globals['_EMBEDREQUEST'].fields_by_name['truncate_prompt_tokens']._serialized_options = b'\312\364\0306\n\"0, one that is too long is refused\021\000\000\000\000\000\000\000\0001\000\000\000\000\000\000\360\277'
   _globals['_SCOREREQUEST'].fields_by_name['model']._loaded_options = None
   _globals['_SCOREREQUEST'].fields_by_name['model']._serialized_options = b'\312\364\030\016\n\014the only one'
   _globals['_SCOREREQUEST'].fields_by_name['queries']._loaded_options = None
@@ -55,6 +57,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCOREREQUEST'].fields_by_name['documents']._serialized_options = b'\312\364\030\005H\001P\200\020'
   _globals['_SCOREREQUEST'].fields_by_name['request_id']._loaded_options = None
   _globals['_SCOREREQUEST'].fields_by_name['request_id']._serialized_options = b'\312\364\030\037\n\026the frontend makes one\200\001\200\001\220\001\001'
+  _globals['_SCOREREQUEST'].fields_by_name['truncate_prompt_tokens']._loaded_options = None
+  _globals['_SCOREREQUEST'].fields_by_name['truncate_prompt_tokens']._serialized_options = b'\312\364\0306\n\"0, one that is too long is refused\021\000\000\000\000\000\000\000\0001\000\000\000\000\000\000\360\277'
   _globals['_RERANKREQUEST'].fields_by_name['model']._loaded_options = None
   _globals['_RERANKREQUEST'].fields_by_name['model']._serialized_options = b'\312\364\030\016\n\014the only one'
   _globals['_RERANKREQUEST'].fields_by_name['documents']._loaded_options = None
@@ -63,6 +67,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RERANKREQUEST'].fields_by_name['top_n']._serialized_options = b'\312\364\030\021\n\0060, all\021\000\000\000\000\000\000\000\000'
   _globals['_RERANKREQUEST'].fields_by_name['request_id']._loaded_options = None
   _globals['_RERANKREQUEST'].fields_by_name['request_id']._serialized_options = b'\312\364\030\037\n\026the frontend makes one\200\001\200\001\220\001\001'
+  _globals['_RERANKREQUEST'].fields_by_name['truncate_prompt_tokens']._loaded_options = None
+  _globals['_RERANKREQUEST'].fields_by_name['truncate_prompt_tokens']._serialized_options = b'\312\364\0306\n\"0, one that is too long is refused\021\000\000\000\000\000\000\000\0001\000\000\000\000\000\000\360\277'
   _globals['_CLASSIFYREQUEST'].fields_by_name['model']._loaded_options = None
   _globals['_CLASSIFYREQUEST'].fields_by_name['model']._serialized_options = b'\312\364\030\016\n\014the only one'
   _globals['_CLASSIFYREQUEST'].fields_by_name['inputs']._loaded_options = None
@@ -71,26 +77,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CLASSIFYREQUEST'].fields_by_name['per_token']._serialized_options = b'\312\364\030\036\n\034false, the prompt as a whole'
   _globals['_CLASSIFYREQUEST'].fields_by_name['request_id']._loaded_options = None
   _globals['_CLASSIFYREQUEST'].fields_by_name['request_id']._serialized_options = b'\312\364\030\037\n\026the frontend makes one\200\001\200\001\220\001\001'
+  _globals['_CLASSIFYREQUEST'].fields_by_name['truncate_prompt_tokens']._loaded_options = None
+  _globals['_CLASSIFYREQUEST'].fields_by_name['truncate_prompt_tokens']._serialized_options = b'\312\364\0306\n\"0, one that is too long is refused\021\000\000\000\000\000\000\000\0001\000\000\000\000\000\000\360\277'
   _globals['_POOLINGINPUT']._serialized_start=218
   _globals['_POOLINGINPUT']._serialized_end=315
   _globals['_EMBEDREQUEST']._serialized_start=318
-  _globals['_EMBEDREQUEST']._serialized_end=547
-  _globals['_EMBEDRESPONSE']._serialized_start=549
-  _globals['_EMBEDRESPONSE']._serialized_end=674
-  _globals['_SCOREREQUEST']._serialized_start=677
-  _globals['_SCOREREQUEST']._serialized_end=903
-  _globals['_SCORERESPONSE']._serialized_start=905
-  _globals['_SCORERESPONSE']._serialized_end=998
-  _globals['_RERANKREQUEST']._serialized_start=1001
-  _globals['_RERANKREQUEST']._serialized_end=1253
-  _globals['_RERANKRESPONSE']._serialized_start=1255
-  _globals['_RERANKRESPONSE']._serialized_end=1381
-  _globals['_RERANKRESULT']._serialized_start=1383
-  _globals['_RERANKRESULT']._serialized_end=1436
-  _globals['_CLASSIFYREQUEST']._serialized_start=1439
-  _globals['_CLASSIFYREQUEST']._serialized_end=1661
-  _globals['_CLASSIFYRESPONSE']._serialized_start=1664
-  _globals['_CLASSIFYRESPONSE']._serialized_end=1805
-  _globals['_EMBEDDINGSERVICE']._serialized_start=1808
-  _globals['_EMBEDDINGSERVICE']._serialized_end=2126
+  _globals['_EMBEDREQUEST']._serialized_end=639
+  _globals['_EMBEDRESPONSE']._serialized_start=641
+  _globals['_EMBEDRESPONSE']._serialized_end=766
+  _globals['_SCOREREQUEST']._serialized_start=769
+  _globals['_SCOREREQUEST']._serialized_end=1087
+  _globals['_SCORERESPONSE']._serialized_start=1089
+  _globals['_SCORERESPONSE']._serialized_end=1182
+  _globals['_RERANKREQUEST']._serialized_start=1185
+  _globals['_RERANKREQUEST']._serialized_end=1529
+  _globals['_RERANKRESPONSE']._serialized_start=1531
+  _globals['_RERANKRESPONSE']._serialized_end=1657
+  _globals['_RERANKRESULT']._serialized_start=1659
+  _globals['_RERANKRESULT']._serialized_end=1712
+  _globals['_CLASSIFYREQUEST']._serialized_start=1715
+  _globals['_CLASSIFYREQUEST']._serialized_end=2029
+  _globals['_CLASSIFYRESPONSE']._serialized_start=2032
+  _globals['_CLASSIFYRESPONSE']._serialized_end=2173
+  _globals['_EMBEDDINGSERVICE']._serialized_start=2176
+  _globals['_EMBEDDINGSERVICE']._serialized_end=2494
 # @@protoc_insertion_point(module_scope)
