@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "gemm.h"
 #include "microkernel.h"
 #include "vector_math.h"
 
@@ -20,7 +21,7 @@ struct StoreGated {
     const float* scales;  // the same, of int8 weights
     Element* out;
     int64_t num_columns;  // of `out`, contiguous
-    const float* addend;  // [rows, 2 num_columns], gates first, added before the activation, or null
+    Addend addend;  // before the activation
 
     template <int R, int P>
     TRIPTYCH_INLINE void prefetch(int64_t first_row, int64_t panel) const {
@@ -61,8 +62,8 @@ private:
         const Floats shift = bias == nullptr ? zeros() : load(bias + to);
         const Floats scale = scales == nullptr ? splat(1.0f) : load(scales + to);
         Floats value = fmadd(sum, scale, shift);
-        if (addend != nullptr) {
-            value = add(value, load_part(mask, addend + (2 * row + panel % 2) * num_columns + column));
+        if (addend.numbers != nullptr) {
+            value = addend.add_to(value, row, column + panel % 2 * addend.ups, mask);
         }
         return Dtype::rounded(value);
     }

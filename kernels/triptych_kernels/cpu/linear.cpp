@@ -32,6 +32,7 @@ namespace triptych {
 namespace {
 
 constexpr const char* kPlanName = "triptych.linear";
+constexpr int64_t kAddendInCache = 128 << 10;  // bytes of the additions of a task
 
 struct LinearPlan {
     PackedWeight weight;
@@ -111,7 +112,7 @@ const uint32_t* packed_chunk(const PackedWeight& weight, const char* x, int64_t 
 // panels are [first, end): whole pairs of gates and ups, as a task has a multiple of four or all.
 template <class StoreOf>
 bool multiply_chunk(const PackedWeight& any_form, const char* x, int64_t x_stride_bytes, int64_t num_rows,
-                    const StoreOf& store_of) {
+                    int64_t task_panels, const StoreOf& store_of) {
     const PackedWeight weight = any_form.for_rows(num_rows);
     const RowBlocks blocks(num_rows);
     const uint32_t* rows = packed_chunk(weight, x, x_stride_bytes, blocks);
@@ -119,7 +120,6 @@ bool multiply_chunk(const PackedWeight& any_form, const char* x, int64_t x_strid
         return false;
     }
     const int64_t num_panels = weight.num_panels();
-    const int64_t task_panels = panels_a_task(weight, num_rows);
     std::atomic<bool> is_done{true};
     parallel_for((num_panels + task_panels - 1) / task_panels, [&](int64_t task) {
         const int64_t first = task * task_panels, end = std::min(first + task_panels, num_panels);
@@ -143,28 +143,33 @@ int64_t num_columns(const LinearPlan& plan) {
     return plan.num_gated == 0 ? plan.weight.out_features : 2 * plan.num_gated;
 }
 
-// before_task(first, end) runs before the panels of a task are multiplied.
-template <class BeforeTask>
-bool run_chunk(const LinearPlan& plan, const LinearCall& call, const BeforeTask& before_task) {
+// addend_of(first, end) is that of a task with these panels.
+template <class AddendOf>
+bool run_chunk(const LinearPlan& plan, const LinearCall& call, int64_t task_panels, const AddendOf& addend_of) {
     const auto multiply_to = [&](const auto& store) {
-        return multiply_chunk(plan.weight, call.x, call.x_stride_bytes, call.num_rows,
+        return multiply_chunk(plan.weight, call.x, call.x_stride_bytes, call.num_rows, task_panels,
                               [&](int64_t, int64_t first, int64_t end) {
-                                  before_task(first, end);
-                                  return store;
+                                  auto own = store;
+                                  own.addend = addend_of(first, end);
+                                  return own;
                               });
     };
     if (plan.num_gated != 0) {
         const auto gated = [&](auto dtype) {
             using Element = typename decltype(dtype)::Element;
             auto* out = reinterpret_cast<Element*>(call.out);
-            return multiply_to(
-                StoreGated<decltype(dtype)>{plan.bias, plan.scales, out, plan.num_gated, call.addend});
+            return multiply_to(StoreGated<decltype(dtype)>{plan.bias, plan.scales, out, plan.num_gated, {}});
         };
         return plan.out_is_bf16 ? gated(Bf16()) : gated(Fp32());
     }
     const int64_t width = plan.weight.out_features;
-    return multiply_to(
-        StoreRows{plan.bias, plan.scales, call.out, width, width, plan.out_is_bf16, nullptr, call.addend});
+    return multiply_to(StoreRows{plan.bias, plan.scales, call.out, width, width, plan.out_is_bf16, nullptr});
+}
+
+bool run_chunk(const LinearPlan& plan, const LinearCall& call) {
+    const Addend addend{call.addend, num_columns(plan), 0, plan.num_gated};
+    return run_chunk(plan, call, panels_a_task(plan.weight.for_rows(call.num_rows), call.num_rows),
+                     [&](int64_t, int64_t) { return addend; });
 }
 
 // body(chunk, its first row) for chunks of the rows, until one is false.
@@ -185,35 +190,45 @@ bool for_chunks(const LinearPlan& plan, const LinearCall& call, const Body& body
 }
 
 bool run_linear(const LinearPlan& plan, const LinearCall& call) {
-    return for_chunks(plan, call, [&](const LinearCall& chunk, int64_t) {
-        return run_chunk(plan, chunk, [](int64_t, int64_t) {});
-    });
+    return for_chunks(plan, call, [&](const LinearCall& chunk, int64_t) { return run_chunk(plan, chunk); });
 }
 
 // Precondition: the chunk has no addend.
-bool run_low_rank_chunk(const LinearPlan& plan, LinearCall chunk, const LowRankTable& table, const int64_t* slots) {
+bool run_low_rank_chunk(const LinearPlan& plan, const LinearCall& chunk, const LowRankTable& table,
+                        const int64_t* slots) {
     LowRankRows rows(table, slots, chunk.num_rows);
     if (rows.num_active() == 0) {
-        return run_chunk(plan, chunk, [](int64_t, int64_t) {});
+        return run_chunk(plan, chunk);
     }
-    const int64_t width = num_columns(plan);
-    auto* room =
-        static_cast<float*>(scratch(kScratchLowRank, 4 * (chunk.num_rows * width + rows.num_shrunk())));
-    if (room == nullptr) {
+    auto* shrunk = static_cast<float*>(scratch(kScratchLowRank, 4 * rows.num_shrunk()));
+    if (shrunk == nullptr) {
         return false;
     }
-    chunk.addend = room;
-    rows.shrink(chunk.x, chunk.x_stride_bytes, room + chunk.num_rows * width);
+    rows.shrink(chunk.x, chunk.x_stride_bytes, shrunk);
+    const int64_t cached = kAddendInCache / (4 * kPanelColumns * chunk.num_rows) / 4 * 4;
+    const int64_t task_panels = std::min(panels_a_task(plan.weight.for_rows(chunk.num_rows), chunk.num_rows),
+                                         std::max<int64_t>(4, cached));
+    std::atomic<bool> has_memory{true};
     // A thread expands to the columns of its own task, just before it adds them.
-    return run_chunk(plan, chunk, [&](int64_t first, int64_t end) {
-        const int64_t begin = first * kPanelColumns, stop = end * kPanelColumns;
-        if (plan.num_gated == 0) {
-            return rows.expand(begin, std::min(stop, width), room, width);
+    const bool is_done = run_chunk(plan, chunk, task_panels, [&](int64_t first, int64_t end) {
+        const int64_t num_outputs = (end - first) * kPanelColumns;
+        auto* room = static_cast<float*>(scratch(kScratchAddend, 4 * chunk.num_rows * num_outputs));
+        if (room == nullptr) {
+            has_memory = false;
+            return Addend{};
         }
-        const int64_t half = std::min(stop / 2, plan.num_gated);
-        rows.expand(begin / 2, half, room, width);
-        rows.expand(plan.num_gated + begin / 2, plan.num_gated + half, room, width);
+        if (plan.num_gated == 0) {
+            const int64_t begin = first * kPanelColumns;
+            rows.expand(begin, std::min(begin + num_outputs, num_columns(plan)), room, num_outputs);
+            return Addend{room, num_outputs, begin, 0};
+        }
+        const int64_t begin = first * kPanelColumns / 2, half = num_outputs / 2;
+        const int64_t stop = std::min(begin + half, plan.num_gated);
+        rows.expand(begin, stop, room, num_outputs);
+        rows.expand(plan.num_gated + begin, plan.num_gated + stop, room + half, num_outputs);
+        return Addend{room, num_outputs, begin, half};
     });
+    return is_done && has_memory;
 }
 
 // The additions alone.
@@ -228,7 +243,8 @@ bool run_low_rank(const LowRankTable& table, const char* x, int64_t x_stride_byt
     }
     rows.shrink(x, x_stride_bytes, shrunk);
     parallel_for((width + kTaskColumns - 1) / kTaskColumns, [&](int64_t task) {
-        rows.expand(task * kTaskColumns, std::min(width, (task + 1) * kTaskColumns), out, width);
+        const int64_t begin = task * kTaskColumns;
+        rows.expand(begin, std::min(width, begin + kTaskColumns), out + begin, width);
     });
     return true;
 }
@@ -260,7 +276,8 @@ bool run_greedy(const LinearPlan& plan, const GreedyCall& call) {
                                call.out_row_of == nullptr ? nullptr : call.out_row_of + first,
                                largest.data() + task * num_rows};
         };
-        if (!multiply_chunk(weight, call.x + first * call.x_stride_bytes, call.x_stride_bytes, num_rows, store_of)) {
+        if (!multiply_chunk(weight, call.x + first * call.x_stride_bytes, call.x_stride_bytes, num_rows, task_panels,
+                            store_of)) {
             return false;
         }
         for (int64_t row = 0; row < num_rows; ++row) {

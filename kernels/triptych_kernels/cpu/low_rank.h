@@ -214,11 +214,11 @@ public:
         });
     }
 
-    // The additions to columns [begin, end) of all rows. out: [rows, out_stride].
+    // The additions to columns [begin, end) of all rows. out: the first of these, of the first row.
     void expand(int64_t begin, int64_t end, float* out, int64_t out_stride) const {
         // A negative zero, which changes no number that it is added to.
         const auto fill = [&](int64_t row, int64_t first, int64_t last) {
-            std::fill(out + row * out_stride + first, out + row * out_stride + last, -0.0f);
+            std::fill(out + row * out_stride + first - begin, out + row * out_stride + last - begin, -0.0f);
         };
         for (const int64_t row : others_) fill(row, begin, end);
         for (const Run& run : runs_) {
@@ -230,8 +230,9 @@ public:
                     for (int64_t i = 0; i < run.count; ++i) fill(rows_[run.first + i], first, last);
                 } else if (first < last) {
                     const Columns columns{column, first - start, last - start};
-                    table_.is_fp32() ? expand_part<Fp32>(run, matrices, columns, out + start, out_stride)
-                                     : expand_part<Bf16>(run, matrices, columns, out + start, out_stride);
+                    float* to = out + (start - begin);
+                    table_.is_fp32() ? expand_part<Fp32>(run, matrices, columns, to, out_stride)
+                                     : expand_part<Bf16>(run, matrices, columns, to, out_stride);
                 }
                 column += matrices.rank;
                 start = table_.part_end(part);

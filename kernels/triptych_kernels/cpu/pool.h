@@ -45,7 +45,8 @@ enum ScratchSlot : int {
     kScratchExpertsIndex = 3,  // routing of tokens to experts
     kScratchAttention = 4,     // for attention.cpp
     kScratchElementwise = 5,   // for elementwise.cpp
-    kScratchLowRank = 6,       // between the two products of low-rank additions, and their result
+    kScratchLowRank = 6,       // between the two products of low-rank additions; read by all threads of a call
+    kScratchAddend = 7,        // their result for a task's columns
     kNumScratchSlots = 8,
 };
 
