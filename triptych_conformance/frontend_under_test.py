@@ -172,12 +172,15 @@ class FrontendUnderTest:
         num_prompt_tokens: int = _NUM_PROMPT_TOKENS,
         orphan_grace_ms: int | None = None,
         embeds: bytes = b"",
+        adapter: str = "",
         **sampling: Any,
     ) -> ClientCall:
         """A client's request with a prompt of its own. embeds: those of fp32 that come before its tokens."""
         prompt = [1 + secrets.randbelow(EOS_TOKEN_ID - 1) for _ in range(num_prompt_tokens)]
         params = sampling_pb2.SamplingParams(max_tokens=max_tokens, **sampling)
-        request = generate_pb2.GenerateRequest(sampling=params, orphan_grace_ms=orphan_grace_ms)
+        request = generate_pb2.GenerateRequest(
+            sampling=params, orphan_grace_ms=orphan_grace_ms, adapter=adapter
+        )
         if embeds:
             num_embeds = len(embeds) // EMBEDDING_BYTES
             is_token = bytes(num_embeds) + bytes([1]) * num_prompt_tokens

@@ -147,6 +147,7 @@ class PlayedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         self.min_peer_revision = 0
         self.max_frame_bytes = _MAX_FRAME_BYTES
         self.blobs: dict[str, bytes] = {}
+        self.adapters: dict[str, str] = {}  # digests by name
         self.heartbeat = session_pb2.Heartbeat()
 
     async def start(self) -> None:
@@ -364,6 +365,11 @@ class PlayedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             supported_tasks=["generate"],
             hidden_size=HIDDEN_SIZE,
             takes_prompt_embeds=True,
+            adapters=sorted(self.adapters),
+            served_adapters=[
+                session_pb2.ServedAdapter(name=name, digest=digest)
+                for name, digest in sorted(self.adapters.items())
+            ],
         )
 
     def _artifacts(self) -> list[session_pb2.Artifact]:

@@ -387,6 +387,10 @@ class Frontend {
       call.emit("error", { code: grpc.status.UNIMPLEMENTED, details: "no input but token_ids is served" });
       return;
     }
+    if (call.request.adapter) {
+      call.emit("error", { code: grpc.status.UNIMPLEMENTED, details: "adapter is not served" });
+      return;
+    }
     const { n, seed, stop = [], ...sampling } = call.request.sampling || {};
     const firstSeed = seed ? BigInt(seed) : random64();
     const open = new Set();

@@ -60,6 +60,8 @@ class Request:
     orphan_grace_ms: int = 0
     embeds: tensor_pb2.Tensor | None = None
     is_token: bytes = b""
+    adapter: str = ""
+    adapter_digest: str = ""  # once it is sent
     request_id: str = field(default_factory=lambda: secrets.token_hex(16))
     attempt: int = 0
     output: list[int] = field(default_factory=list)
@@ -80,6 +82,8 @@ class Request:
             remaining_ms=self.remaining_ms,
             prompt_embeds=self.embeds,
             is_token=self.is_token,
+            adapter=self.adapter,
+            adapter_digest=self.adapter_digest,
         )
         if others_may_adopt and self.orphan_grace_ms:
             entry.orphan_grace_ms, entry.resume_state = self.orphan_grace_ms, b"scripted"
@@ -97,6 +101,7 @@ class EngineLink:
         self.is_open = False  # there is a stream
         self.is_ready = False  # the engine takes requests
         self.digest = ""
+        self.adapters: dict[str, str] = {}  # digests by name
         self.last_seq = 0
         self.is_closing = False  # no session follows
         self._frontend = frontend
@@ -315,6 +320,7 @@ class EngineLink:
         match message.WhichOneof("message"):
             case "ready":
                 self.is_ready, self.digest = True, message.ready.fingerprint.digest
+                self.adapters = {one.name: one.digest for one in message.ready.served_adapters}
                 self._frontend.on_ready()
             case "step":
                 self._take_step(message.step)
@@ -426,6 +432,8 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
         remaining_s = context.time_remaining()
         requests = self.requests_of(request, None if remaining_s is None else int(remaining_s * 1000))
         try:
+            if request.adapter and not any(request.adapter in link.adapters for link in self.links):
+                raise _Refused(grpc.StatusCode.NOT_FOUND, f"no adapter {request.adapter}")
             for one in requests:
                 self._send(one)
             position = 1
@@ -457,7 +465,16 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
             ]
         grace_ms = request.orphan_grace_ms
         return [
-            Request(prompt, sampling, first_seed + index, remaining_ms, grace_ms, embeds, is_token)
+            Request(
+                prompt,
+                sampling,
+                first_seed + index,
+                remaining_ms,
+                grace_ms,
+                embeds,
+                is_token,
+                request.adapter,
+            )
             for index in range(max(1, request.sampling.n))
         ]
 
@@ -522,9 +539,14 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
             asyncio.get_running_loop().call_later(_RECONNECT_LIMIT_S, self._give_up, request)
             return
         self._turn += 1
-        preferred[self._turn % len(preferred)].add(request)
+        link = preferred[self._turn % len(preferred)]
+        request.adapter_digest = link.adapters.get(request.adapter, "")
+        link.add(request)
 
     def can_continue(self, request: Request, link: EngineLink) -> bool:
+        adapter = link.adapters.get(request.adapter, "")
+        if request.adapter and (not adapter or request.adapter_digest not in ("", adapter)):
+            return False
         return not request.output or request.digest == link.digest
 
     def _give_up(self, request: Request) -> None:

@@ -15,6 +15,8 @@ from triptych_conformance.report import Outcome
 # Of what the scripted engine does not serve.
 NOT_APPLICABLE = {
     "logprobs",
+    "announced_adapters",
+    "other_content",
     "adopt_after_loss",
     "adopt_after_goodbye",
     "adopt_of_living_session",

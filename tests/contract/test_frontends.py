@@ -18,8 +18,11 @@ from triptych_kit.addresses import join_address
 LIMIT_S = 60.0
 # Where something is to be missing, this is waited for.
 SHORT_LIMIT_S = 2.0
-# Cases of what the frontend in JavaScript does not serve: adoption and embeddings.
-NOT_SERVED_IN_JAVASCRIPT = {"request_to_adopt", "small_tensor", "large_tensor", "lost_blob"}
+# Cases of what the frontend in JavaScript does not serve: adoption, embeddings and adapters.
+NOT_SERVED_IN_JAVASCRIPT = {
+    "request_to_adopt", "small_tensor", "large_tensor", "lost_blob", "named_adapter", "unannounced_adapter",
+    "same_content",
+}  # fmt: skip
 
 
 async def checked(

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from pathlib import Path
 
 import pytest
 
 from engine_svc.admin import announce
+from engine_svc.build.features import wire_features
+from engine_svc.config import EngineConfig
 from engine_svc.core.step import StepPlan
 from engine_svc.session import servicer
 from tests.architecture.sources import ROOT
 from tests.engine_svc.fakes import LIMIT_S
+from tests.engine_svc.features.adapters.folders import write_adapter
 from tests.engine_svc.session.service_rig import ServiceRig
+from triptych_cli.services import embedded_model
 from triptych_conformance.cases import Section
 from triptych_conformance.check_engine import ENGINE_CASES, check_engine
 from triptych_conformance.report import Outcome
@@ -24,14 +29,27 @@ _LOAD_S = 0.5
 _MAX_REPLAY_BYTES = 200_000
 
 
-async def test_our_engine_keeps_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_our_engine_keeps_every_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", embedded_model(), seed=1)
+    config = EngineConfig(
+        model=str(embedded_model()),
+        enable_lora=True,
+        lora_modules=(f"mine={adapter}",),
+        # The rig prepares no requests.
+        enable_structured_output=False,
+    )
     monkeypatch.setattr(servicer, "_HANDSHAKE_S", 1.0)
     monkeypatch.setattr(announce, "MAX_REPLAY_BYTES", _MAX_REPLAY_BYTES)
     rigs: list[ServiceRig] = []
     tasks: list[asyncio.Task[None]] = []
 
     async def start(listen: str) -> None:
-        rig = ServiceRig(listen=listen, epoch=len(rigs) + 1, max_replay_bytes=_MAX_REPLAY_BYTES)
+        rig = ServiceRig(
+            listen=listen,
+            epoch=len(rigs) + 1,
+            max_replay_bytes=_MAX_REPLAY_BYTES,
+            features=wire_features(config),
+        )
         rig.engine.replay_window_s = 2.0
         # The fake model computes nothing; a request takes as long as one of a small model.
         rig.executor.on_launch = _take_a_moment

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
-from triptych.engine.v1 import add_pb2
+from triptych.engine.v1 import add_pb2, session_pb2
 from triptych_conformance.cases import Cases, NotApplicable, Section, expect
 from triptych_conformance.engine_stream import EngineStream
 from triptych_conformance.engine_under_test import EngineUnderTest, column
 from triptych_conformance.invalid_values import invalid_messages
 from triptych_kit.errors import (
     AlreadyExists,
+    FailedPrecondition,
     InvalidArgument,
+    NotFound,
     ResourceExhausted,
     ServiceError,
     Unimplemented,
@@ -24,6 +28,8 @@ _LENGTH = output_pb2.FINISH_REASON_LENGTH
 _ABORT = output_pb2.FINISH_REASON_ABORT
 _MAX_LIMIT = 20_000
 _NUM_TOKENS = 16
+_NO_ADAPTER = "conformance-no-such-adapter"
+_DIGEST = re.compile("[0-9a-f]{64}")
 _PLAIN_DEFAULTS = {
     "top_p": 1, "top_k": 0, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0,
     "repetition_penalty": 1, "min_tokens": 0, "n": 1,
@@ -97,12 +103,48 @@ async def fields_of_the_frontend(engine: EngineUnderTest) -> None:
 async def fields_not_served(engine: EngineUnderTest) -> None:
     # None of these can be served: each lacks what it would take.
     stream = await engine.open()
-    await _must_refuse(stream, engine.entry(1, adapter="conformance-no-such-adapter"), names="adapter")
     await _must_refuse(stream, engine.entry(1, media=[add_pb2.MediaItem()]), names="media")
     await _must_refuse(stream, engine.entry(1, kv_transfer=add_pb2.KvTransfer()), names="kv_transfer")
     await _must_refuse(stream, engine.entry(1, pooling=sampling_pb2.PoolingParams()), names="pooling")
     embeds = tensor_pb2.Tensor(shape=[1, 1])
     await _must_refuse(stream, engine.entry(1, prompt_embeds=embeds), names="prompt_embeds")
+
+
+@CASES.must(
+    "`ready` names each adapter once, with the SHA-256 of its content; `adapters` are the same names."
+)
+async def announced_adapters(engine: EngineUnderTest) -> None:
+    ready = _with_adapters(engine)
+    names = [adapter.name for adapter in ready.served_adapters]
+    expect(names == sorted(set(names)), "each name once, in order", names)
+    expect(list(ready.adapters) == names, f"adapters {names}", list(ready.adapters))
+    wrong = [one.digest for one in ready.served_adapters if not _DIGEST.fullmatch(one.digest)]
+    expect(not wrong, "64 lower-case hex digits", wrong)
+
+
+@CASES.must("An adapter that `ready` does not name is NOT_FOUND; UNIMPLEMENTED where none is served.")
+async def unknown_adapter(engine: EngineUnderTest) -> None:
+    stream = await engine.open()
+    await stream.add(engine.entry(1, adapter=_NO_ADAPTER))
+    error = await stream.rejection_of(1)
+    expect(isinstance(error, NotFound | Unimplemented), "NOT_FOUND or UNIMPLEMENTED", _status(error))
+    shown = f"a message that names adapter {_NO_ADAPTER}"
+    expect(isinstance(error, Unimplemented) or _NO_ADAPTER in error.message, shown, _status(error))
+
+
+@CASES.must("A request for another content than that of the adapter's name is refused: FAILED_PRECONDITION.")
+async def other_content(engine: EngineUnderTest) -> None:
+    adapter, stream = _with_adapters(engine).served_adapters[0], await engine.open()
+    await stream.add(engine.entry(1, adapter=adapter.name, adapter_digest="0" * 64))
+    error = await stream.rejection_of(1)
+    expect(isinstance(error, FailedPrecondition), "FAILED_PRECONDITION", _status(error))
+
+
+def _with_adapters(engine: EngineUnderTest) -> session_pb2.Ready:
+    ready = engine.facts.ready
+    if not ready.served_adapters:
+        raise NotApplicable("the engine names no adapter")
+    return ready
 
 
 @CASES.must("A constraint that cannot be compiled, or is not served, ends its request alone, by its status.")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import engine_pb2
-from triptych_conformance.cases import Cases, Section, expect
-from triptych_conformance.frontend_under_test import Attempt, FrontendUnderTest
-from triptych_kit.errors import InvalidArgument, Unavailable
+from triptych_conformance.cases import Cases, NotApplicable, Section, expect
+from triptych_conformance.frontend_under_test import Attempt, ClientCall, FrontendUnderTest
+from triptych_kit.errors import InvalidArgument, NotFound, Unavailable, Unimplemented
 
 CASES: Cases[FrontendUnderTest] = Cases(Section.REQUESTS)
 
 _DEADLINE_S = 30.0
+_MAX_TRIES, _PAUSE_S = 100, 0.05
+_ADAPTER, _FIRST, _SECOND = "conformance-adapter", "a" * 64, "b" * 64
 
 
 @CASES.must(
@@ -122,6 +126,71 @@ async def unavailable_engine(frontend: FrontendUnderTest) -> None:
     expect(others(), "another ADD", repr(call.error))
     others()[0].send([5, 6], is_first=True, ends=True)
     await frontend.must_finish(call, [5, 6])
+
+
+@CASES.must(
+    "The ADD of a request with an adapter has its name, and the digest that the engine has announced."
+)
+async def named_adapter(frontend: FrontendUnderTest) -> None:
+    digests = _announce(frontend, _FIRST, _SECOND)
+    attempt = await frontend.attempt_of(await _with_adapter(frontend))
+    expect(attempt.entry.adapter == _ADAPTER, f"adapter {_ADAPTER}", attempt.entry.adapter)
+    digest = digests[attempt.engine.engine_id]
+    expect(attempt.entry.adapter_digest == digest, f"digest {digest}", attempt.entry.adapter_digest)
+
+
+@CASES.must("A name that no engine has announced is NOT_FOUND, and is not sent.")
+async def unannounced_adapter(frontend: FrontendUnderTest) -> None:
+    call = frontend.generate(adapter=_ADAPTER)
+    await _until_sent(frontend, call)
+    _check_served(call.error)
+    expect(isinstance(call.error, NotFound), "NOT_FOUND at the client", repr(call.error))
+
+
+@CASES.must("A request with an adapter continues on an engine alone whose name stands for the same content.")
+async def same_content(frontend: FrontendUnderTest) -> None:
+    digests = _announce(frontend, _FIRST, _SECOND)
+    call = await _with_adapter(frontend)
+    attempt = await frontend.attempt_of(call)
+    engine, digest = attempt.engine, digests[attempt.engine.engine_id]
+    attempt.send([5], is_first=True)
+    await frontend.until_tokens(call, 1)
+    engine.kill()
+    await engine.restart(adapters={_ADAPTER: digest})
+    other = await frontend.attempt_of(call, after=attempt)
+    expect(other.engine is engine, f"an ADD at {engine.engine_id} alone", f"at {other.engine.engine_id}")
+    expect(other.entry.adapter_digest == digest, f"digest {digest}", other.entry.adapter_digest)
+    other.send([6], is_first=True, ends=True)
+    await frontend.must_finish(call, [5, 6])
+
+
+def _announce(frontend: FrontendUnderTest, *digests: str) -> dict[str, str]:
+    """Have each engine announce the adapter with its digest; returns them by engine."""
+    for engine, digest in zip(frontend.engines, digests, strict=True):
+        engine.change(adapters={_ADAPTER: digest})
+        engine.become_ready()
+    return {engine.engine_id: digest for engine, digest in zip(frontend.engines, digests, strict=True)}
+
+
+async def _with_adapter(frontend: FrontendUnderTest) -> ClientCall:
+    """A request with the adapter, which is sent; repeated until the frontend has read what is announced."""
+    for _ in range(_MAX_TRIES):
+        call = frontend.generate(2, adapter=_ADAPTER)
+        await _until_sent(frontend, call)
+        if not isinstance(call.error, NotFound):
+            break
+        await asyncio.sleep(_PAUSE_S)
+    _check_served(call.error)
+    return call
+
+
+async def _until_sent(frontend: FrontendUnderTest, call: ClientCall) -> None:
+    await frontend.until(lambda: call.is_over or frontend.attempts_of(call), "an ADD or an error")
+
+
+def _check_served(error: Exception | None) -> None:
+    if isinstance(error, Unimplemented):
+        raise NotApplicable(f"the frontend does not serve adapters: {error}")
 
 
 async def _must_be_served(frontend: FrontendUnderTest, attempt: Attempt) -> None:
