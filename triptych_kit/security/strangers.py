@@ -46,8 +46,8 @@ _GROWTH_S = 1.0
 _GROWTH_BYTES = 24 * 1024 * 1024
 _MAX_BYTES_IN_GROWTH = 128 * 1024  # of a network
 # The same where more calls without a key have been seen.
-_MAX_CALLS = 32
-_GROWTH_BYTES_OF_CALLS = 8 * 1024 * 1024
+_MAX_CALLS = 16
+_GROWTH_BYTES_OF_CALLS = 4 * 1024 * 1024
 _MAX_BYTES_OF_CALLS = 16 * 1024  # of a connection, and of a network
 _MAX_CONNECTIONS = 1024  # or an eighth of the files that the process may open
 _MAX_OF_NETWORK = 256  # or half of these
