@@ -8,13 +8,16 @@ one does neither.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from triptych_kit.errors import NotFound
+from triptych_kit.addresses import host_of_peer
+from triptych_kit.errors import NotFound, ResourceExhausted
 
 SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
@@ -22,6 +25,9 @@ Context = grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.Hea
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+# Watches need no key, have no end and take 40 kB each.
+_MAX_WATCHES = 1024
+_MAX_WATCHES_OF_ADDRESS = 256
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):
@@ -33,6 +39,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         self._is_draining = False
         self._is_closed = False
         self._changed = asyncio.Event()
+        self._watches: Counter[str] = Counter()  # by address
 
     def set_ready(self, service_name: str, is_ready: bool) -> None:
         """Set whether a served name is ready. Without effect once draining."""
@@ -65,6 +72,27 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         """The status of one name, then each change; SERVICE_UNKNOWN for an unknown one."""
+        with self._watching(host_of_peer(context.peer())):
+            await self._write_changes(request, context)
+
+    @contextlib.contextmanager
+    def _watching(self, address: str) -> Iterator[None]:
+        for found, limit, of in (
+            (self._watches[address], _MAX_WATCHES_OF_ADDRESS, f"of {address}"),
+            (self._watches.total(), _MAX_WATCHES, "in all"),
+        ):
+            if found >= limit:
+                text = f"{found} watches of the health are open {of}, the limit is {limit}"
+                raise ResourceExhausted(text, reason="TOO_MANY_WATCHES")
+        self._watches[address] += 1
+        try:
+            yield
+        finally:
+            self._watches[address] -= 1
+            if not self._watches[address]:
+                del self._watches[address]
+
+    async def _write_changes(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         last_sent: int | None = None
         while True:
             changed = self._changed

@@ -430,6 +430,24 @@ async def test_a_process_is_alive_before_its_services_are_ready() -> None:
         assert await check(channel, SERVICE_NAME) == Response.NOT_SERVING
 
 
+async def test_watches_of_an_address_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych_kit.health._MAX_WATCHES_OF_ADDRESS", 2)
+    async with serving([]) as (_, channel):
+        watches = [watch(channel, "") for _ in range(2)]
+        for each in watches:
+            await each.read()
+        with pytest.raises(grpc.aio.AioRpcError, match="2 watches of the health are open") as refused:
+            await watch(channel, "").read()
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        watches[0].cancel()
+        async with asyncio.timeout(30):
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await watch(channel, "").read()
+                    break
+                await asyncio.sleep(0.01)
+
+
 async def test_an_unknown_name_is_not_found() -> None:
     async with serving([]) as (_, channel):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
