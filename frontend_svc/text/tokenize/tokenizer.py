@@ -32,6 +32,9 @@ class ModelTokenizer:
         self._max_token_chars = max((len(token) for token in vocabulary), default=1)
         self._vocab_size = max(vocabulary.values(), default=-1) + 1
         self.token_texts = TokenTexts(tokenizer)
+        # As in text workers: what tokenizer.json says of batches would be taken for special tokens here.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         self.pair_template = PairTemplate(tokenizer)
         alone = tokenizer.encode("a", add_special_tokens=True).sequence_ids
         self.num_special_behind = next((n for n, kind in enumerate(reversed(alone)) if kind is not None), 0)

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from frontend_svc.output.logprobs import LogprobColumns, LogprobReader
 from frontend_svc.text.tokenize.slow_tokenizer import CONVERT_COMMAND, SlowTokenizerError, SlowTokenizers
@@ -287,3 +287,17 @@ def test_the_mark_of_broken_text_is_a_character_where_a_token_spells_it():
 
 def test_nothing_adds_nothing(tokenizer):
     assert texts_in_turn(TokenTexts(tokenizer), [], []) == []
+
+
+async def test_padding_and_limits_of_its_file_are_no_special_tokens(workers: TextWorkers):
+    plain = word_piece_tokenizer()
+    end = id_of(plain, EOS)
+    plain.post_processor = processors.TemplateProcessing(
+        single=f"{EOS} $A {EOS}", pair=f"{EOS} $A {EOS} $B {EOS}", special_tokens=[(EOS, end)]
+    )
+    plain.enable_padding(length=16)
+    plain.enable_truncation(4)
+    tokenizer = tokenizer_over(workers, plain)
+    assert tokenizer.num_special_behind == 1
+    assert tokenizer.pair_template.num_special == 3
+    assert await tokenizer.encode("the cat", add_special_tokens=True) == plain.encode("the cat").ids
