@@ -348,6 +348,12 @@ async def test_a_message_above_the_limit_is_refused_and_below_it_served() -> Non
     assert str(16 * MIB) in (caught.value.details() or "")
 
 
+async def test_thousands_of_calls_at_once_on_one_connection_are_answered() -> None:
+    async with serving([FakeService().register()], PUBLIC) as (_, channel):
+        answers = await asyncio.gather(*(call_unary(channel, b"%d" % number) for number in range(4000)))
+    assert answers == [b"%d" % number for number in range(4000)]
+
+
 async def test_what_comes_compressed_is_refused_and_not_unpacked() -> None:
     async with serving([FakeService().register()], PUBLIC) as (_, channel):
         with pytest.raises(grpc.aio.AioRpcError, match="gzip") as caught:
