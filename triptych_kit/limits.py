@@ -70,8 +70,8 @@ PUBLIC = LimitProfile(
     keepalive_time_ms=10_000,
     keepalive_timeout_ms=5000,
     min_ping_interval_ms=5000,
-    # Far above any `--max-queued-requests`, which refuses with a reason. Calls that have ended count until the
-    # client knows, so one that waits in a client at this limit is begun too early, and ends as UNAVAILABLE.
+    # Far above any `--max-queued-requests`, which refuses with a reason. Calls that have ended count until
+    # the client knows, so one that waits at this limit is begun too early, and ends as UNAVAILABLE.
     max_streams=32_768,
     # Our own services need no such check between them. The longest prompts have a million tokens.
     message_limits=MessageLimits(max_fields=131_072, max_numbers=2 * 1024 * 1024),

@@ -3,7 +3,7 @@
     python -m benchmarks many_adapters --model M1 --json benchmarks/results/many_adapters.json
 
 An engine with `--max-loras 8` and a frontend, over gRPC. A client keeps base streams open, alone and, in
-turns, beside requests for adapters that come all at once, drawn uniformly or by Zipf's law. Promised: no
+turns, beside another that keeps requests for adapters open, drawn uniformly or by Zipf's law. Promised: no
 error; the first token of no request comes after those of more than 64 that were sent later; the longest gap
 of the base streams is, as the median of the turns, at most 20 ms longer than alone.
 """
@@ -21,7 +21,6 @@ import time
 from bisect import bisect, insort
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Self
 
 import grpc.aio
 import numpy as np
@@ -30,10 +29,9 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from benchmarks.report import Report, Row, print_table
+from benchmarks.rig.adapter_load import AdapterClient
+from benchmarks.rig.lines import LineProcess, module
 from benchmarks.rig.processes import Fleet, ServicePlan
-from triptych.api.v1 import generate_pb2, inference_pb2_grpc
-from triptych.common.v1 import sampling_pb2
-from triptych_kit.channel import open_channel
 
 MAX_OVERTAKING = 64
 MAX_ADDED_MS = 20.0
@@ -41,11 +39,7 @@ _MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 _NUM_SLOTS = 8
 _NUM_LOADED = 32
 _NUM_BASE = 16
-_PROMPT_TOKENS = 32
-_TOKENS = 16
 _BASE_TOKENS = 400
-_LIMIT_S = 600.0
-_NUM_CHANNELS = 8
 _ZIPF = 1.1
 _QUIET_S = 4.0
 
@@ -53,7 +47,8 @@ _QUIET_S = 4.0
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--adapters", type=int, default=1024)
-    parser.add_argument("--requests", type=int, default=4096, help="for adapters, sent at once")
+    parser.add_argument("--requests", type=int, default=4096, help="for adapters, in each turn")
+    parser.add_argument("--open", type=int, default=256, help="of these, at any time")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--law", nargs="+", choices=("uniform", "zipf"), default=["uniform", "zipf"])
     parser.add_argument("--turns", type=int, default=5)
@@ -106,8 +101,8 @@ def write_adapters(model: Path, folder: Path, count: int, rank: int) -> None:
     draw = np.random.default_rng(0)
     for index in range(count):
         tensors: dict[str, npt.NDArray[np.float16]] = {}
-        for module, (outputs, inputs) in shapes.items():
-            prefix = f"base_model.model.{module}.lora_"
+        for name, (outputs, inputs) in shapes.items():
+            prefix = f"base_model.model.{name}.lora_"
             tensors[f"{prefix}A.weight"] = (draw.standard_normal((rank, inputs)) / inputs**0.5).astype(
                 np.float16
             )
@@ -121,34 +116,38 @@ def write_adapters(model: Path, folder: Path, count: int, rank: int) -> None:
 async def _measure(options: argparse.Namespace, law: str, adapters: Path) -> Row:
     choose = random.Random(law)
     weights = [1.0 if law == "uniform" else 1 / (index + 1) ** _ZIPF for index in range(options.adapters)]
-    quiet_ms, added_ms, first_s = [], [], []
-    num_errors = most_overtaken = 0
-    async with _serving(options.model, adapters, options.requests) as address, _Client(address) as client:
+    quiet_ms, added_ms, took_s = [], [], []
+    num_errors, first_error, most_overtaken = 0, "", 0
+    async with (
+        _serving(options.model, adapters, options.requests) as address,
+        AdapterClient(address) as client,
+    ):
         base = _BaseStreams(client)
-        for turn in range(options.turns):
-            names = choose.choices(range(options.adapters), weights, k=options.requests)
-            began_at = time.perf_counter()
-            await asyncio.sleep(_QUIET_S)
-            quiet = base.longest_gap_ms(began_at)
-            began_at = time.perf_counter()
-            firsts = await asyncio.gather(
-                *(client.first_token(str(name), turn * options.requests + k) for k, name in enumerate(names))
-            )
-            quiet_ms.append(quiet)
-            added_ms.append(base.longest_gap_ms(began_at) - quiet)
-            num_errors += firsts.count(None)
-            arrived = [(at, index) for index, at in enumerate(firsts) if at is not None]
-            most_overtaken = max(most_overtaken, _most_overtaken(arrived))
-            first_s += [at - began_at for at, _ in arrived]
+        with LineProcess(module("benchmarks.rig.adapter_load", f"--address={address}")) as load:
+            for _ in range(options.turns):
+                names = list(map(str, choose.choices(range(options.adapters), weights, k=options.requests)))
+                began_at = time.perf_counter()
+                await asyncio.sleep(_QUIET_S)
+                quiet = base.longest_gap_ms(began_at)
+                began_at = time.perf_counter()
+                answer = await asyncio.to_thread(load.ask, adapters=names, open=options.open)
+                took_s.append(time.perf_counter() - began_at)
+                quiet_ms.append(quiet)
+                added_ms.append(base.longest_gap_ms(began_at) - quiet)
+                firsts = answer["firsts"]
+                num_errors += firsts.count(None)
+                first_error = first_error or answer["first_error"]
+                arrived = [(at, index) for index, at in enumerate(firsts) if at is not None]
+                most_overtaken = max(most_overtaken, _most_overtaken(arrived))
         await base.stop()
     return {
         "law": law,
         "requests": options.turns * options.requests,
         "errors": num_errors,
-        "first_error": client.first_error,
+        "first_error": first_error,
         "base_errors": base.num_errors,
         "most_overtaken": most_overtaken,
-        "first_token_p50_s": statistics.median(first_s),
+        "turn_s": statistics.median(took_s),
         "longest_gap_ms": statistics.median(quiet_ms),
         "added_gap_ms": statistics.median(added_ms),
     }
@@ -164,49 +163,10 @@ def _most_overtaken(arrived: Sequence[tuple[float, int]]) -> int:
     return most
 
 
-class _Client:
-    def __init__(self, address: str) -> None:
-        self._channels = [open_channel(address, profile="public") for _ in range(_NUM_CHANNELS)]
-        self._stubs = [inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels]
-        self.first_error = ""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        for channel in self._channels:
-            await channel.close(None)
-
-    async def first_token(self, adapter: str, seed: int) -> float | None:
-        """When the first token of a whole answer came; None after an error."""
-        first = None
-        try:
-            async for _ in self.tokens(adapter, _TOKENS, seed):
-                first = first or time.perf_counter()
-        except grpc.aio.AioRpcError as error:
-            self.first_error = self.first_error or f"{error.code().name}: {error.details()}"
-            return None
-        return first
-
-    async def tokens(self, adapter: str, num_tokens: int, seed: int) -> AsyncIterator[int]:
-        """How many come with each message."""
-        draw = random.Random(seed)
-        request = generate_pb2.GenerateRequest(
-            token_ids=generate_pb2.TokenIds(ids=draw.choices(range(10, 1000), k=_PROMPT_TOKENS)),
-            sampling=sampling_pb2.SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0),
-            adapter=adapter,
-        )
-        # In the order of sending: one connection's calls may overtake those of another.
-        stub = self._stubs[seed % _NUM_CHANNELS]
-        async for response in stub.Generate(request, timeout=_LIMIT_S):
-            if num_new := len(response.delta.token_ids):
-                yield num_new
-
-
 class _BaseStreams:
     """Streams of the model that follow each other until `stop`."""
 
-    def __init__(self, client: _Client) -> None:
+    def __init__(self, client: AdapterClient) -> None:
         self._client = client
         self._gaps: list[tuple[float, float]] = []  # when a token came, and how long after the one before
         self.num_errors = 0

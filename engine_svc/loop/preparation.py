@@ -108,6 +108,9 @@ class Preparations(SchedulerFeature):
         if number is not None and self._ranks is not None:
             self._take(number)
             self._ranks.drop_prepared(request.request_id)
+        self._begin_held()
+
+    def _begin_held(self) -> None:
         while self._held:
             held = next(iter(self._held.values()))
             if self._is_held(held):
@@ -145,6 +148,8 @@ class Preparations(SchedulerFeature):
         for preparation in settled:
             for on_prepared in self._on_prepared:
                 on_prepared(preparation.request_id, preparation.failure)
+        if settled:
+            self._begin_held()
         return settled
 
     def left_s(self) -> float | None:

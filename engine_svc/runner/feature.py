@@ -91,6 +91,12 @@ class RunnerFeature:
         """
         raise NotImplementedError
 
+    def release(self, prepared: Any) -> None:
+        """A request for which `prepare` has returned this has ended. Thread-safe, as `prepare`.
+
+        Its row may still be there, until the next step.
+        """
+
     def stop_preparing(self) -> None:
         """Release what `prepare` uses; it is called no more."""
 

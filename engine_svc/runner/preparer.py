@@ -37,6 +37,7 @@ class _Preparation:
     lane: _Lane
     prepared: Extras = field(default_factory=dict)
     is_queued: bool = False
+    is_prepared: bool = False
     is_dropped: bool = False
 
 
@@ -53,11 +54,13 @@ class _Lane:
         prepare: _Prepare,
         on_prepared: OnPrepared,
         on_done: Callable[[_Preparation, float], None],
+        release: Callable[[_Preparation], None],
         passed_on: Callable[[_Preparation], bool] = lambda preparation: False,
     ) -> None:
         self._prepare = prepare
         self._on_prepared = on_prepared
         self._on_done = on_done
+        self._release = release
         self._passed_on = passed_on
         self._queue: FairQueue[_Preparation] = FairQueue()
         self._lock = lock
@@ -81,7 +84,7 @@ class _Lane:
         self._is_wanted.notify()
 
     def drop(self, preparation: _Preparation) -> None:
-        """Forget it. If it is being prepared, its thread is left behind and another continues.
+        """Forget it. If it is being prepared, its thread is left behind, releases it, and another continues.
 
         The caller has the lock.
         """
@@ -127,13 +130,19 @@ class _Lane:
             failure = self._prepare(preparation)
             took_s = time.monotonic() - began_at
             with self._lock:
+                preparation.is_prepared, is_dropped = True, preparation.is_dropped
                 self._queue.charge(preparation.account, took_s)
                 self._on_done(preparation, took_s)
-                if self._thread is not this:
+                is_left_behind = self._thread is not this
+                if is_left_behind:
                     self._num_abandoned -= 1
-                    return
-                self._running = None
-            if not preparation.is_dropped:
+                else:
+                    self._running = None
+            if is_dropped:
+                self._release(preparation)
+            if is_left_behind:
+                return
+            if not is_dropped:
                 self._on_prepared(preparation.number, failure)
 
 
@@ -156,8 +165,9 @@ class Preparer:
         self._features = {feature.prepares: feature for feature in features if feature.prepares is not None}
         self._lock = threading.Lock()
         self._accounts = SlowAccounts()
-        self._slow = _Lane(self._lock, self._prepare, on_prepared, self._note_time)
-        self._quick = _Lane(self._lock, self._prepare, on_prepared, self._note_time, self._passed_on)
+        calls = (self._prepare, on_prepared, self._note_time, self._release)
+        self._slow = _Lane(self._lock, *calls)
+        self._quick = _Lane(self._lock, *calls, self._passed_on)
         # By id of the request, from `prepare` until it is dropped.
         self._preparations: dict[str, _Preparation] = {}
 
@@ -175,9 +185,13 @@ class Preparer:
     def drop_prepared(self, request_id: str) -> None:
         """Forget a request."""
         preparation = self._preparations.pop(request_id, None)
-        if preparation is not None:
-            with self._lock:
-                preparation.lane.drop(preparation)
+        if preparation is None:
+            return
+        with self._lock:
+            preparation.lane.drop(preparation)
+            is_prepared = preparation.is_prepared
+        if is_prepared:
+            self._release(preparation)
 
     def with_prepared(self, admitted: AdmittedRequest) -> AdmittedRequest:
         """The request with what was prepared in the place of its extras; most have nothing to prepare."""
@@ -209,6 +223,10 @@ class Preparer:
             return False
         self._slow.add(preparation)
         return True
+
+    def _release(self, preparation: _Preparation) -> None:
+        for kind, prepared in preparation.prepared.items():
+            self._features[kind].release(prepared)
 
     def _prepare(self, preparation: _Preparation) -> RequestFailed | None:
         for kind, extra in preparation.extras.items():

@@ -59,7 +59,7 @@ class SchedulerFeature:
     def holds_preparation(self, request: Request) -> bool:
         """Whether the preparation of its extras has to wait.
 
-        Asked again in order when a request has ended, up to the first that still has to.
+        Asked again in order when a request has ended or was prepared, up to the first that still has to.
         """
         return False
 

@@ -11,7 +11,7 @@ from engine_svc.config import EngineConfig
 from engine_svc.core.step import AdmittedRequest
 from engine_svc.features.adapters.checkpoint import module_shapes
 from engine_svc.features.adapters.extras import AdapterUse
-from engine_svc.features.adapters.store import AdapterStore, Lease, LoadedAdapter, load_adapter
+from engine_svc.features.adapters.store import AdapterStore, LoadedAdapter, load_adapter
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import Model
 from engine_svc.model.errors import UnsupportedModel
@@ -47,8 +47,11 @@ class AdapterRows(RunnerFeature):
         self._targets = self._enabled(model)
         self._slots.clear()
 
-    def prepare(self, extra: AdapterUse) -> Lease:
+    def prepare(self, extra: AdapterUse) -> LoadedAdapter:
         return self._store.lease(extra)
+
+    def release(self, prepared: LoadedAdapter) -> None:
+        self._store.give_back(prepared)
 
     def is_slow_to_prepare(self, extra: AdapterUse) -> bool:
         return extra.digest not in self._store
@@ -57,8 +60,7 @@ class AdapterRows(RunnerFeature):
         return AdapterUse in admitted.extras
 
     def add_row(self, row: int, admitted: AdmittedRequest) -> None:
-        lease: Lease = admitted.extras[AdapterUse]
-        self._adapters[row] = lease.adapter
+        self._adapters[row] = admitted.extras[AdapterUse]
 
     def remove_row(self, row: int) -> None:
         self._adapters.pop(row, None)

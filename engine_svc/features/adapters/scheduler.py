@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from engine_svc.config import EngineConfig
 from engine_svc.core.errors import RequestFailed
@@ -11,8 +12,9 @@ from engine_svc.core.request import Request
 from engine_svc.features.adapters.extras import AdapterUse, adapter_of
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 
-# How many requests with an adapter may be admitted before one that has no slot.
-MAX_OVERTAKING = 64
+# How many requests with an adapter may go before one whose adapter is being loaded, and again before one that
+# has no slot.
+MAX_OVERTAKING = 32
 _WAIT_BUCKETS = (0.001, 0.01, 0.1, 1.0, 10.0, 60.0)
 
 
@@ -80,6 +82,14 @@ class StepAdapters:
         return adapter_of(request.extra_keys) in self._rows or len(self._rows) < self._max_adapters
 
 
+@dataclass(slots=True)
+class _Loading:
+    """A request whose adapter is being loaded for it."""
+
+    since: float
+    num_overtaken: int = 0  # by requests whose adapter was there
+
+
 class AdaptersOfSteps(SchedulerFeature):
     """What decides about steps: the budget of requests with an adapter."""
 
@@ -125,7 +135,7 @@ class AdapterLimits(AdaptersOfSteps):
             "Time to read an adapter in all ranks, or to find it in memory; other requests run meanwhile.",
             _WAIT_BUCKETS,
         ).of()
-        self._loading: dict[str, float] = {}  # since when, by id of the request
+        self._loading: dict[str, _Loading] = {}  # by id of the request
 
     def on_add(self, request: Request) -> None:
         super().on_add(request)
@@ -139,12 +149,17 @@ class AdapterLimits(AdaptersOfSteps):
         if adapter is None or request in self._adapters:
             return False
         is_next = next(iter(self._waiting), request) is request
-        if not is_next or not (adapter in self._loaded or self._has_room(adapter)):
+        is_loaded = adapter in self._loaded
+        is_barred = is_loaded and any(each.num_overtaken >= MAX_OVERTAKING for each in self._loading.values())
+        if not is_next or is_barred or not (is_loaded or self._has_room(adapter)):
             self._waiting[request] = None
             return True
         self._waiting.pop(request, None)
-        if not self._loaded[adapter]:
-            self._loading[request.request_id] = self._clock.now()
+        if is_loaded:
+            for each in self._loading.values():
+                each.num_overtaken += 1
+        else:
+            self._loading[request.request_id] = _Loading(self._clock.now())
         self._loaded[adapter] += 1
         self._adapters[request] = adapter
         self._wait_s.observe(self._clock.now() - request.arrival_at)
@@ -154,10 +169,10 @@ class AdapterLimits(AdaptersOfSteps):
         return len({*self._loaded, *self._pinned, adapter}) <= self._max_loaded
 
     def on_prepared(self, request_id: str, failure: RequestFailed | None) -> None:
-        since = self._loading.pop(request_id, None)
-        if since is not None:
+        loading = self._loading.pop(request_id, None)
+        if loading is not None:
             self._loads.add("ok" if failure is None else "failed")
-            self._load_s.observe(self._clock.now() - since)
+            self._load_s.observe(self._clock.now() - loading.since)
 
     def on_finish(self, request: Request) -> None:
         self._loading.pop(request.request_id, None)

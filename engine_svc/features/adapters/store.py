@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -28,21 +27,17 @@ from engine_svc.model.low_rank import LowRankTargets
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Lease:
-    """Keeps an adapter in memory, for a request."""
-
-    adapter: LoadedAdapter
-
-
 @dataclass(slots=True, eq=False)
 class LoadedAdapter:
-    """matrices: what it adds to each projection of this rank, by part; None: nothing to any part."""
+    """matrices: what it adds to each projection of this rank, by part; None: nothing to any part.
+
+    num_leases: requests that keep it in memory.
+    """
 
     digest: str
     is_pinned: bool
     matrices: Sequence[Sequence[Any] | None]
-    leases: WeakSet[Lease] = field(default_factory=WeakSet)
+    num_leases: int = 0
 
 
 class AdapterStore:
@@ -60,8 +55,8 @@ class AdapterStore:
     def __len__(self) -> int:
         return len(self._loaded)
 
-    def lease(self, use: AdapterUse) -> Lease:
-        """The adapter, which is loaded if need be. RequestFailed where it cannot be.
+    def lease(self, use: AdapterUse) -> LoadedAdapter:
+        """The adapter, which is loaded if need be, until `give_back`. RequestFailed where it cannot be.
 
         The scheduler lets no more different ones be in use than there is room for.
         """
@@ -72,13 +67,16 @@ class AdapterStore:
                 adapter = self._loaded[use.digest] = self._load(use)
             adapter.is_pinned = use.is_pinned
             self._loaded.move_to_end(use.digest)
-            lease = Lease(adapter)
-            adapter.leases.add(lease)
-            return lease
+            adapter.num_leases += 1
+            return adapter
+
+    def give_back(self, adapter: LoadedAdapter) -> None:
+        with self._lock:
+            adapter.num_leases -= 1
 
     def _make_room(self) -> None:
         while len(self._loaded) >= self._max_loaded:
-            unused = [digest for digest, each in self._loaded.items() if not each.leases]
+            unused = [digest for digest, each in self._loaded.items() if not each.num_leases]
             if not unused:
                 raise RequestFailed(
                     "RESOURCE_EXHAUSTED",

@@ -47,9 +47,13 @@ class Kitchen(RunnerFeature):
         self.gate = threading.Event()
         self.threads: list[int] = []
         self.begun: SimpleQueue[str] = SimpleQueue()
+        self.released: SimpleQueue[str] = SimpleQueue()
 
     def is_slow_to_prepare(self, extra: Order) -> bool:
         return extra.is_slow
+
+    def release(self, prepared: str) -> None:
+        self.released.put(prepared)
 
     def prepare(self, extra: Order) -> str:
         self.threads.append(threading.get_ident())
@@ -214,3 +218,23 @@ def test_one_that_may_take_long_does_not_wait_for_those_of_a_slow_account(rig: R
     assert rig.answer() == (2, "")
     rig.feature.gate.set()
     assert rig.answer() == (1, "")
+
+
+def test_what_was_prepared_is_released_once_when_its_request_ends(rig: Rig):
+    rig.prepare(1, Order("a"))
+    assert rig.answer() == (1, "")
+    assert rig.feature.released.empty()
+    rig.preparer.drop_prepared("r1")
+    assert rig.feature.released.get(timeout=LIMIT_S) == "A"
+    # One that is being prepared, when that is done; one that waits for its turn has nothing to release.
+    rig.prepare(2, Order("b", held=True))
+    rig.prepare(3, Order("c", held=True))
+    assert [rig.feature.begun.get(timeout=LIMIT_S) for _ in range(2)] == ["a", "b"]
+    rig.preparer.drop_prepared("r3")
+    rig.preparer.drop_prepared("r2")
+    rig.feature.gate.set()
+    assert rig.feature.released.get(timeout=LIMIT_S) == "B"
+    rig.preparer.drop_prepared("r2")
+    rig.prepare(4, Order("d"))
+    assert rig.answer() == (4, "")
+    assert rig.feature.released.empty()

@@ -126,3 +126,14 @@ def test_many_requests_that_wait_for_room_are_none_that_are_being_prepared(ranks
     for number in range(2999):
         stage.scheduler.abort([f"r{number}"], now=1.0)
     assert ranks.ids == [f"r{number}" for number in range(3000)]
+
+
+def test_one_whose_adapter_is_being_loaded_is_overtaken_so_often_and_then_others_wait(ranks):
+    stage, preparations = loading_stage(ranks, max_adapters=4, max_loaded=4)
+    stage.add(with_adapter(0, "a", is_prepared=False))
+    settle(stage, preparations, ranks)
+    stage.add(with_adapter(1, "b", is_prepared=False))
+    stage.add(*(with_adapter(number, "a", is_prepared=False) for number in range(2, 100)))
+    assert len(ranks.ids) - 2 == MAX_OVERTAKING
+    settle(stage, preparations, ranks)
+    assert len(ranks.ids) == 100

@@ -31,10 +31,10 @@ def store(loads) -> AdapterStore:
 
 def test_the_one_that_was_not_used_for_longest_gives_way(store, loads):
     for name in ("a", "b", "a", "c", "a"):
-        store.lease(use_of(name))
+        store.give_back(store.lease(use_of(name)))
         assert len(store) <= 2
     assert loads == ["a", "b", "c"]
-    store.lease(use_of("b"))
+    store.give_back(store.lease(use_of("b")))
     assert loads == ["a", "b", "c", "b"]
     assert "c" not in store
 
@@ -43,23 +43,23 @@ def test_one_with_a_lease_stays_and_more_leases_than_room_are_refused(store):
     held = [store.lease(use_of("a")), store.lease(use_of("b"))]
     with pytest.raises(RequestFailed, match="2 adapters are in use, --max-cpu-loras is 2"):
         store.lease(use_of("c"))
-    del held[0]
+    store.give_back(held[0])
     store.lease(use_of("c"))
     assert "b" in store and "a" not in store
 
 
 def test_a_pinned_one_stays_until_nothing_else_can_give_way(store, loads):
-    store.lease(use_of("a", is_pinned=True))
+    store.give_back(store.lease(use_of("a", is_pinned=True)))
     for name in ("b", "c", "d"):
-        store.lease(use_of(name))
+        store.give_back(store.lease(use_of(name)))
     assert "a" in store
     held = store.lease(use_of("b"))
     store.lease(use_of("c"))
-    assert "a" not in store and held.adapter.digest == "b"
+    assert "a" not in store and held.digest == "b"
 
 
 def test_one_that_cannot_be_loaded_takes_no_room(store):
-    store.lease(use_of("a"))
+    store.give_back(store.lease(use_of("a")))
     with pytest.raises(RequestFailed, match="it is broken"):
         store.lease(use_of("broken"))
     assert len(store) == 1
