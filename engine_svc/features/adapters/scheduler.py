@@ -84,10 +84,13 @@ class StepAdapters:
 
 @dataclass(slots=True)
 class _Loading:
-    """A request whose adapter is being loaded for it."""
+    """A request whose adapter is being loaded for it.
+
+    num_after: requests that came later and may be prepared earlier, as their adapters are in memory.
+    """
 
     since: float
-    num_overtaken: int = 0  # by requests whose adapter was there
+    num_after: int = 0
 
 
 class AdaptersOfSteps(SchedulerFeature):
@@ -149,16 +152,16 @@ class AdapterLimits(AdaptersOfSteps):
         if adapter is None or request in self._adapters:
             return False
         is_next = next(iter(self._waiting), request) is request
+        oldest = next(iter(self._loading.values()), None)
+        is_barred = oldest is not None and oldest.num_after >= MAX_OVERTAKING
         is_loaded = adapter in self._loaded
-        is_barred = is_loaded and any(each.num_overtaken >= MAX_OVERTAKING for each in self._loading.values())
         if not is_next or is_barred or not (is_loaded or self._has_room(adapter)):
             self._waiting[request] = None
             return True
         self._waiting.pop(request, None)
-        if is_loaded:
-            for each in self._loading.values():
-                each.num_overtaken += 1
-        else:
+        for loading in self._loading.values():
+            loading.num_after += 1
+        if not is_loaded:
             self._loading[request.request_id] = _Loading(self._clock.now())
         self._loaded[adapter] += 1
         self._adapters[request] = adapter
