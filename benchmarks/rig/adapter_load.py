@@ -38,6 +38,8 @@ class AdapterClient:
         self.first_error = ""
 
     async def __aenter__(self) -> Self:
+        # What is sent before there is a connection goes out in any order.
+        await self._channel.channel_ready()
         return self
 
     async def __aexit__(self, *error: object) -> None:
