@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from engine_svc.config import EngineConfig
 from engine_svc.core.errors import RequestFailed
 from engine_svc.core.request import Request
+from engine_svc.core.step import StepPlan
 from engine_svc.features.adapters.extras import AdapterUse, adapter_of
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 
@@ -139,12 +141,22 @@ class AdapterLimits(AdaptersOfSteps):
             _WAIT_BUCKETS,
         ).of()
         self._loading: dict[str, _Loading] = {}  # by id of the request
+        self._names: dict[str, str] = {}  # of adapters, by id of the request
+        self._running: dict[str, str] = {}  # those of running requests
+        context.metrics.gauge(
+            "triptych_engine_adapter_requests_info",
+            "When it was read, with the names of the adapters of running requests and of those that wait.",
+            lambda: {(str(max_adapters), *self._names_by_state()): time.time()},
+            labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+            aliases=("vllm:lora_requests_info",),
+        )
 
     def on_add(self, request: Request) -> None:
         super().on_add(request)
         use: AdapterUse | None = request.extras.get(AdapterUse)
         if use is not None:
             self._requests.add(use.name)
+            self._names[request.request_id] = use.name
             (self._pinned.add if use.is_pinned else self._pinned.discard)(use.cache_key)
 
     def holds_preparation(self, request: Request) -> bool:
@@ -168,6 +180,12 @@ class AdapterLimits(AdaptersOfSteps):
         self._wait_s.observe(self._clock.now() - request.arrival_at)
         return False
 
+    def _names_by_state(self) -> tuple[str, str]:
+        # Copied in one go: this is another thread.
+        running, names = self._running.copy(), self._names.copy()
+        waiting = {name for request_id, name in names.items() if request_id not in running}
+        return ",".join(sorted({*running.values()})), ",".join(sorted(waiting))
+
     def _has_room(self, adapter: str) -> bool:
         return len({*self._loaded, *self._pinned, adapter}) <= self._max_loaded
 
@@ -177,8 +195,16 @@ class AdapterLimits(AdaptersOfSteps):
             self._loads.add("ok" if failure is None else "failed")
             self._load_s.observe(self._clock.now() - loading.since)
 
+    def on_plan(self, plan: StepPlan) -> None:
+        for request_id in plan.preempted:
+            self._running.pop(request_id, None)
+        for admitted in plan.admitted:
+            if (name := self._names.get(admitted.request_id)) is not None:
+                self._running[admitted.request_id] = name
+
     def on_finish(self, request: Request) -> None:
-        self._loading.pop(request.request_id, None)
+        for names in (self._loading, self._names, self._running):
+            names.pop(request.request_id, None)
         super().on_finish(request)
         self._waiting.pop(request, None)
         adapter = self._adapters.pop(request, None)

@@ -17,13 +17,13 @@ from triptych_kit.clock import FakeClock
 from triptych_kit.telemetry.metrics import Metrics
 
 
-def limits(max_adapters: int, max_loaded: int = 1000) -> AdapterLimits:
+def limits(max_adapters: int, max_loaded: int = 1000, metrics: Metrics | None = None) -> AdapterLimits:
     context = SchedulerContext(
         FakeClock(),
         lambda work: work(),
         SchedulerConfig(64),
         CacheConfig(10, (FullAttention(4),)),
-        Metrics("engine"),
+        metrics or Metrics("engine"),
     )
     return AdapterLimits(max_adapters, max_loaded, context)
 
@@ -85,10 +85,17 @@ def ranks() -> NotedRanks:
     return NotedRanks()
 
 
-def loading_stage(ranks: NotedRanks, max_adapters: int, max_loaded: int) -> tuple[Stage, Preparations]:
-    feature = limits(max_adapters, max_loaded)
+class LoadingStage(Stage):
+    metrics: Metrics
+
+
+def loading_stage(ranks: NotedRanks, max_adapters: int, max_loaded: int) -> tuple[LoadingStage, Preparations]:
+    metrics = Metrics("engine")
+    feature = limits(max_adapters, max_loaded, metrics)
     preparations = Preparations(ranks, FakeClock(), [feature])
-    return Stage(features=[feature, preparations]), preparations
+    stage = LoadingStage(features=[feature, preparations])
+    stage.metrics = metrics
+    return stage, preparations
 
 
 def settle(stage: Stage, preparations: Preparations, ranks: NotedRanks) -> None:
@@ -116,6 +123,20 @@ def test_adapters_are_loaded_in_order_while_there_is_room_in_memory(ranks):
     assert ranks.ids == ["r0", "r1", "r2", "r3"]
     stage.add(with_adapter(6, "e", is_prepared=False))
     assert ranks.ids[-1] == "r6"
+
+
+def test_the_names_of_running_and_waiting_adapters_are_measured(ranks):
+    stage, preparations = loading_stage(ranks, max_adapters=1, max_loaded=2)
+    stage.add(*(with_adapter(number, name, is_prepared=False) for number, name in enumerate("abc")))
+    settle(stage, preparations, ranks)
+    plan = stage.schedule()
+    family = stage.metrics.families["triptych_engine_adapter_requests_info"]
+    assert list(family.read()) == [("1", "a", "b,c")]
+    stage.update(plan)
+    stage.scheduler.abort(["r0", "r2"], now=1.0)
+    settle(stage, preparations, ranks)
+    stage.schedule()
+    assert list(family.read()) == [("1", "b", "")]
 
 
 def test_many_requests_that_wait_for_room_are_none_that_are_being_prepared(ranks):
