@@ -100,6 +100,6 @@ async def run_at_once(base: str, model: str) -> list[str]:
 if __name__ == "__main__":
     (address,) = sys.argv[1:]
     with anthropic.Anthropic(base_url=address, api_key="none") as made:
-        (served,) = [model.id for model in made.models.list() if model.display_name]
+        served, _ = [model.id for model in made.models.list() if model.display_name]
         seen = run(made, served)
     print(json.dumps({**seen, "texts": asyncio.run(run_at_once(address, served))}))

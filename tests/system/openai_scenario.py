@@ -20,7 +20,7 @@ from openai_scenario_requests import EMBEDDED, FOLLOWING, MESSAGE, PROMPT, SAMPL
 WORKS = [
     "completions, chat, responses: whole, streamed and asynchronous",
     "chat and responses: `parse` of a model, demanded calls",
-    "embeddings, models, errors",
+    "embeddings, models, adapters, errors",
 ]
 MESSAGES = [{"role": "user", "content": MESSAGE}]
 FUNCTION = {
@@ -158,6 +158,15 @@ def run_responses(client: openai.OpenAI) -> dict[str, object]:
     }
 
 
+def run_adapter(client: openai.OpenAI) -> dict[str, object]:
+    base, *adapters = client.models.list().data
+    assert [each.parent for each in adapters] == [base.id]
+    ids = {"return_token_ids": True}
+    found = client.completions.create(model=adapters[0].id, prompt=PROMPT, extra_body=ids, **SAMPLED)
+    assert found.model == adapters[0].id
+    return {"adapter": found.choices[0].token_ids}
+
+
 def run_embeddings(client: openai.OpenAI) -> dict[str, object]:
     model = client.models.list().data[0].id
     # The package asks for base64 where no format is given, and decodes it.
@@ -187,7 +196,7 @@ async def run_async(base_url: str) -> list[str]:
 if __name__ == "__main__":
     base, base_of_embeddings = sys.argv[1:]
     with openai.OpenAI(base_url=base, api_key="none", max_retries=0) as made:
-        seen = run(made) | run_responses(made)
+        seen = run(made) | run_responses(made) | run_adapter(made)
     with openai.OpenAI(base_url=base_of_embeddings, api_key="none", max_retries=0) as made:
         seen |= run_embeddings(made)
     print(json.dumps(seen | {"texts": asyncio.run(run_async(base))}))

@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.rig.processes import Fleet, ServicePlan
+from tests.engine_svc.features.adapters.folders import write_adapter
 from tests.environments import environment_with, plain_environment
 from tests.frontend_svc.fakes import FakeEngine, FakeRequest, serving
 from tests.system.openai_scenario_requests import EMBEDDED, FOLLOWING, MESSAGE, PROMPT, SAMPLED
@@ -71,6 +72,7 @@ class Servers:
     base_of_embeddings: str
     completion: list[int]
     chat: list[int]
+    adapter: list[int]  # of the completion's prompt
     greedy_text: str  # of the chat's message, 24 tokens
     embeddings: list[list[float]]
     num_embedded: int
@@ -80,7 +82,9 @@ class Servers:
 async def servers(folder: Path) -> AsyncIterator[Servers]:
     """A stack with the embedded model, and a frontend of an engine that embeds: no other one does."""
     async with Fleet(folder) as fleet, embedding_frontend() as (base_of_embeddings, embedded):
-        model = (str(embedded_model()), "--num-threads=1", "--max-num-seqs=16")
+        adapter = write_adapter(folder / "tower", embedded_model(), seed=1, modules=("q_proj", "v_proj"))
+        loras = ("--enable-lora", f"--lora-modules=tower={adapter}")
+        model = (str(embedded_model()), "--num-threads=1", "--max-num-seqs=16", *loras)
         engine = fleet.add(ServicePlan("engine", 0, model))
         template = folder / "template.jinja"
         template.write_text(TEMPLATE)
@@ -91,9 +95,14 @@ async def servers(folder: Path) -> AsyncIterator[Servers]:
         await fleet.until_routed()
         sampling = sampling_pb2.SamplingParams(**SAMPLED)
         async with open_channel(frontend.address, profile="public") as channel:
-            completion = await inference_pb2_grpc.InferenceServiceStub(channel).GenerateOnce(
-                generate_pb2.GenerateRequest(prompt=PROMPT, sampling=sampling), timeout=LIMIT_S
-            )
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            completion, of_adapter = [
+                await stub.GenerateOnce(
+                    generate_pb2.GenerateRequest(prompt=PROMPT, sampling=sampling, adapter=name),
+                    timeout=LIMIT_S,
+                )
+                for name in ("", "tower")
+            ]
             message = chat_message_pb2.ChatMessage(role="CHAT_ROLE_USER")
             message.parts.add(text=MESSAGE)
             chats = chat_pb2_grpc.ChatServiceStub(channel)
@@ -109,6 +118,7 @@ async def servers(folder: Path) -> AsyncIterator[Servers]:
             base_of_embeddings,
             list(completion.outputs[0].token_ids),
             list(chat.outputs[0].token_ids),
+            list(of_adapter.outputs[0].token_ids),
             greedy_chat.outputs[0].message.parts[0].text,
             [list(struct.unpack(f"<{vector.shape[0]}f", vector.inline)) for vector in embedded.embeddings],
             embedded.usage.num_prompt_tokens,
@@ -156,6 +166,7 @@ async def seen_by(*command: str, cwd: Path | None = None) -> dict[str, Any]:
 def check_seen(seen: dict[str, Any], expected: Servers) -> None:
     assert seen["completion"] == seen["chunks"] == expected.completion
     assert seen["chat"] == seen["response"] == seen["response_chunks"] == expected.chat
+    assert seen["adapter"] == expected.adapter != expected.completion
     assert len(set(seen["completion"])) >= 20
     assert len(set(seen["chat"])) >= 20
     assert seen["response_text"] == seen["text"]

@@ -53,7 +53,8 @@ class ModelAnswers:
             card = self._described(models[name, fingerprint])
             cards += [card, *(_renamed(card, alias) for alias in self._directory.aliases_of(name))]
             cards += self._variants(models[name, fingerprint], card, models[name, fingerprint].variants)
-        cards.sort(key=lambda card: card.name)
+        # Clients take the first of a list as the model.
+        cards.sort(key=lambda card: (bool(card.base_model), card.name))
         return model_pb2.ListModelsResponse(models=cards)
 
     def one(self, name: str) -> model_pb2.Model:

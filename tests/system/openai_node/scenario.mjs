@@ -126,6 +126,14 @@ async function runResponses(client, model) {
   };
 }
 
+async function runAdapter(client) {
+  const [base, ...adapters] = (await client.models.list()).data;
+  assert.deepEqual(adapters.map((each) => each.parent), [base.id]);
+  const ids = { return_token_ids: true };
+  const found = await client.completions.create({ model: adapters[0].id, prompt, ...ids, ...sampled });
+  return { adapter: found.choices[0].token_ids };
+}
+
 async function runEmbeddings(client) {
   const model = (await client.models.list()).data[0].id;
   // The package asks for base64 where no format is given, and decodes it.
@@ -153,6 +161,7 @@ assert.equal((await client.models.retrieve(model)).id, model);
 console.log(JSON.stringify({
   ...(await runChats(client, model)),
   ...(await runResponses(client, model)),
+  ...(await runAdapter(client)),
   ...(await runEmbeddings(connect(baseOfEmbeddings))),
   errors: await errors(client, model),
 }));
