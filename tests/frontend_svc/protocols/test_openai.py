@@ -434,7 +434,7 @@ async def test_an_adapter_is_a_model_at_every_route_that_generates():
         tokenized = await client.post("/tokenize", {"model": "cook", "prompt": "the cat"})
         unknown = {path: await client.post(path, body | {"model": "chef"}) for path, body in bodies.items()}
     assert [(card["id"], card["parent"]) for card in listed] == [("tiny", None), ("cook", "tiny")]
-    assert one == listed[0]
+    assert one == listed[1]
     assert {path: (reply.status, reply.body["model"]) for path, reply in replies.items()} == dict.fromkeys(
         bodies, (200, "cook")
     )
