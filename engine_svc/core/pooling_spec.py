@@ -63,15 +63,22 @@ class PoolingSpec:
 
 
 def read_pooling_spec(folder: Path, options: PoolingOptions | None = None) -> PoolingSpec | None:
-    """The spec of a folder's model; None for one that generates alone, or without a config.json.
+    """The spec of a folder's model; None for one that generates alone, or whose config.json says nothing.
 
-    Raises PoolingFilesError for unreadable files, modules that are not known and options that do not fit.
+    What is wrong with a config.json is said where the model is loaded. Raises PoolingFilesError for other
+    files that are unreadable, modules that are not known and options that do not fit.
     """
     options = options or PoolingOptions()
     if not (folder / "config.json").is_file():
         return None
-    config = _read(folder / "config.json")
-    architecture = next(iter(config.get("architectures") or ()), "")
+    try:
+        config = _read(folder / "config.json")
+    except PoolingFilesError:
+        return None
+    architectures = config.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else ""
+    if not isinstance(architecture, str):
+        return None
     makes_tokens = architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
     is_encoder = config.get("model_type") in ENCODERS and not makes_tokens
     modules = _Modules.of(folder)
@@ -93,7 +100,7 @@ def read_pooling_spec(folder: Path, options: PoolingOptions | None = None) -> Po
     }[head]
     width = modules.width or config.get("hidden_size") or config.get("dim")
     if type(width) is not int or width < 1:
-        raise PoolingFilesError(f"{folder}/config.json: hidden_size is {width!r}, must be at least 1")
+        return None
     is_plain = not modules.is_stated
     return PoolingSpec(
         tasks=(GENERATE, *tasks) if runner == GENERATE else tasks,

@@ -96,11 +96,20 @@ LIMITED: dict[type, st.SearchStrategy[Any]] = {
         ).map(tuple),
     ),
 }
-OF_FIELDS: dict[object, st.SearchStrategy[Any]] = {int: ids, float: numbers, bool: st.booleans()}
+OF_FIELDS: dict[object, st.SearchStrategy[Any]] = {
+    int: ids,
+    float: numbers,
+    bool: st.booleans(),
+    str: st.text(),
+    int | None: st.none() | ids,
+    bool | None: st.none() | st.booleans(),
+    tuple[int, ...]: some_ids.map(tuple),
+    bytes: st.binary(),
+}
 
 
 def plain(kind: Any) -> st.SearchStrategy[Any]:
-    """Any value of a type whose fields are numbers and truth values."""
+    """Any value of a type whose fields are numbers, truth values, texts or bytes."""
     hints = get_type_hints(kind)
     return st.builds(kind, **{field.name: OF_FIELDS[hints[field.name]] for field in fields(kind)})
 
