@@ -19,12 +19,13 @@ ASKED = {
     type(option).__module__.rpartition(".")[2]: f"prompt: 'x' {option.fields[0].replace('.', ' { ')}: 1 }}"
     for option in OPTIONS
 } | {
+    "adapter": "prompt: 'x' adapter: 'cook'",
     "token_rules": "prompt: 'x' sampling { bad_words: 'cat' }",
     "prompt_embeddings": "embeds { is_token: '0' }",
     "structured_output": "prompt: 'x' sampling { structured_output { json_object: true } }",
 }
 # Tests whose requests have lengths and sampling groups, which are parameters of this option.
-OF_LIMITS = ("generation/test_preprocess.py", "options/test_prompt_embeddings.py")
+OF_LIMITS = ("generation/test_preprocess.py", "options/test_prompt_embeddings.py", "options/test_adapter.py")
 # Breaks the rules of every option's fields.
 OF_ALL = "options/test_rules.py"
 OPTION_TESTS = "tests/frontend_svc/options"
