@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -145,8 +144,8 @@ class AdapterLimits(AdaptersOfSteps):
         self._running: dict[str, str] = {}  # those of running requests
         context.metrics.gauge(
             "triptych_engine_adapter_requests_info",
-            "When it was read, with the names of the adapters of running requests and of those that wait.",
-            lambda: {(str(max_adapters), *self._names_by_state()): time.time()},
+            "Seconds of the engine, with the names of adapters of running and of waiting requests.",
+            lambda: {(str(max_adapters), *self._names_by_state()): self._clock.now()},
             labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
             aliases=("vllm:lora_requests_info",),
         )
