@@ -75,10 +75,6 @@ class AdapterFiles:
         """The file of the weights."""
         return self.folder / _WEIGHTS_NAME
 
-    @property
-    def num_elements(self) -> int:
-        return sum(each.down.num_elements + each.up.num_elements for each in self.weights)
-
 
 def module_shapes(model: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the weights of a model's modules, by the names of the modules. CheckpointError."""
