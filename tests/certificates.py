@@ -40,7 +40,7 @@ class CertificateAuthority:
         key = ec.generate_private_key(ec.SECP256R1())
         names: list[x509.GeneralName] = [
             x509.DNSName("localhost"),
-            x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
+            *(x509.IPAddress(ipaddress.ip_address(host)) for host in ("127.0.0.1", "::1")),
         ]
         if uri is not None:
             names.append(x509.UniformResourceIdentifier(uri))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.rig.processes import LOOPBACK
 from tests.chaos.served import ServedStack
 
 pytestmark = pytest.mark.chaos
@@ -50,4 +51,4 @@ async def test_wrong_keys_are_one_line_of_the_log_and_a_count(tmp_path: Path) ->
         lines = [record for record in stack.log_records("call") if record.get("reason") == "UNKNOWN_KEY"]
     assert statuses.keys() == {401}
     assert f'refused_credentials_total{{reason="UNKNOWN_KEY"}} {statuses.total()}.0' in metrics
-    assert [record["client"] for record in lines] == ["127.0.0.1"]
+    assert [record["client"] for record in lines] == [LOOPBACK]
