@@ -103,6 +103,12 @@ class CoreConfig(SecurityOptions):
         help="how these results are made, as JSON: pooling_type (CLS, LAST, MEAN, MAX), normalize, "
         "use_activation (default: as the checkpoint says)",
     )
+    hf_overrides: str | None = option(
+        None,
+        help="values in place of those of config.json, as JSON: architectures, matryoshka_dimensions, "
+        "is_matryoshka; of a reranker that answers with a token classifier_from_token, method, "
+        "is_original_qwen3_reranker (default: as the checkpoint says)",
+    )
     quantization: str = option(
         "none",
         short="q",

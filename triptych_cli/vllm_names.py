@@ -145,7 +145,6 @@ SENTENCES: dict[str, str] = {
     "disable_custom_all_reduce": "collectives are those of torch.distributed",
     "swap_space": _NO_OFFLOAD,
     "trust_remote_code": "code of a checkpoint is never run",
-    "hf_overrides": _CONFIG,
     "hf_config_path": "config.json is read from the model's folder",
     "config_format": "config.json is read from the model's folder",
     "generation_config": _DEFAULTS,

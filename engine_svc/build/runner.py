@@ -130,7 +130,7 @@ def load_options(config: EngineConfig) -> LoadOptions:
         num_threads=config.num_threads,
         is_deterministic=None if config.deterministic == "auto" else config.deterministic == "on",
         cpu_isa=config.cpu_isa,
-        pooling=PoolingOptions(config.runner, config.convert, config.pooler_config),
+        pooling=PoolingOptions(config.runner, config.convert, config.pooler_config, config.hf_overrides),
     )
 
 
@@ -203,7 +203,8 @@ def _graphs(
     config: EngineConfig, model: Model, facts: ModelFacts, kv: KVTensors, max_model_len: int
 ) -> DecodeGraphs | None:
     # Models of transformers may synchronize with the device inside a forward, which cannot be recorded.
-    if kv.device.type != "cuda" or not config.cuda_graphs or not isinstance(model, NativeDecoder):
+    is_recorded = isinstance(model, NativeDecoder) and model.head is not None
+    if kv.device.type != "cuda" or not config.cuda_graphs or not is_recorded:
         return None
     return DecodeGraphs(
         model,

@@ -23,6 +23,13 @@ _METHOD_NAMES = {"cls": "cls", "mean": "mean", "max": "max", "mean_sqrt_len_toke
                  "lasttoken": "last", "last": "last"}  # fmt: skip
 _MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 _POOLER_CONFIG = ("pooling_type", "normalize", "use_activation")
+# Keys of config.json that options may give.
+_OVERRIDES = (
+    "architectures", "classifier_from_token", "is_matryoshka", "is_original_qwen3_reranker",
+    "matryoshka_dimensions", "method",
+)  # fmt: skip
+# How logits of tokens become classes: from a pair the second less the first, or each by itself.
+_OF_A_PAIR, _OF_EACH = "from_2_way_softmax", "no_post_processing"
 
 
 class PoolingFilesError(ValueError):
@@ -31,11 +38,12 @@ class PoolingFilesError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PoolingOptions:
-    """How to use a checkpoint, as the options of the same names. pooler_config: JSON."""
+    """How to use a checkpoint, as the options of the same names. pooler_config, hf_overrides: JSON."""
 
     runner: str = "auto"
     convert: str = "auto"
     pooler_config: str | None = None
+    hf_overrides: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,9 @@ class PoolingSpec:
     dense: folders of projections that follow, in order.
     dimensions: to which a vector can be cut; (): to any, None: to none.
     num_dimensions: of an uncut vector.
+    problem_type: of a classifier, as in config.json.
+    class_tokens: whose logits after the prompt make the classes; (): the checkpoint has a head for classes.
+    compares_tokens: the only class is the logit of the second of two less that of the first.
     """
 
     tasks: tuple[str, ...]
@@ -60,6 +71,15 @@ class PoolingSpec:
     activates: bool = True
     max_length: int | None = None
     dimensions: tuple[int, ...] | None = None
+    num_classes: int = 0
+    problem_type: str | None = None
+    class_tokens: tuple[str, ...] = ()
+    compares_tokens: bool = False
+
+    @property
+    def has_score_head(self) -> bool:
+        """Whether it is a decoder whose checkpoint has a head for classes."""
+        return not self.is_encoder and self.head != "embed" and not self.class_tokens
 
 
 def read_pooling_spec(folder: Path, options: PoolingOptions | None = None) -> PoolingSpec | None:
@@ -75,6 +95,7 @@ def read_pooling_spec(folder: Path, options: PoolingOptions | None = None) -> Po
         config = _read(folder / "config.json")
     except PoolingFilesError:
         return None
+    config |= _object(options.hf_overrides, "hf_overrides", _OVERRIDES)
     architectures = config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else ""
     if not isinstance(architecture, str):
@@ -82,7 +103,10 @@ def read_pooling_spec(folder: Path, options: PoolingOptions | None = None) -> Po
     makes_tokens = architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
     is_encoder = config.get("model_type") in ENCODERS and not makes_tokens
     modules = _Modules.of(folder)
-    head = _head_of(architecture)
+    class_tokens, compares_tokens = _class_tokens(folder, config)
+    if class_tokens and is_encoder:
+        raise PoolingFilesError(f"{folder}: classifier_from_token is of decoders, {architecture} is none")
+    head = "classify" if class_tokens else _head_of(architecture)
     pools = is_encoder or modules.is_stated or head != "embed" or not (makes_tokens or not architecture)
     runner = options.runner if options.runner != "auto" else "pooling" if pools else GENERATE
     if runner == GENERATE and options.convert in ("auto", "none"):
@@ -92,10 +116,12 @@ def read_pooling_spec(folder: Path, options: PoolingOptions | None = None) -> Po
         if options.convert != head:
             raise PoolingFilesError(f"convert is {options.convert}, but {architecture} has no such head")
     pooler = _pooler_config(options.pooler_config)
-    num_labels = _num_labels(config)
+    num_classes = _num_classes(config)
+    if class_tokens:
+        num_classes = 1 if compares_tokens else len(class_tokens)
     tasks = {
         "embed": ("embed", "token_embed"),
-        "classify": ("classify", "score") if num_labels == 1 else ("classify",),
+        "classify": ("classify", "score") if num_classes == 1 else ("classify",),
         "token_classify": ("token_classify",),
     }[head]
     width = modules.width or config.get("hidden_size") or config.get("dim")
@@ -113,6 +139,10 @@ def read_pooling_spec(folder: Path, options: PoolingOptions | None = None) -> Po
         activates=pooler.get("use_activation", True),
         max_length=modules.max_length,
         dimensions=_dimensions(config),
+        num_classes=0 if head == "embed" else num_classes,
+        problem_type=config.get("problem_type"),
+        class_tokens=class_tokens,
+        compares_tokens=compares_tokens,
     )
 
 
@@ -189,9 +219,33 @@ def _head_of(architecture: str) -> str:
     return "token_classify" if architecture.endswith("ForTokenClassification") else "embed"
 
 
-def _num_labels(config: dict[str, Any]) -> int:
-    labels = config.get("id2label")
-    return len(labels) if isinstance(labels, dict) else 2
+def _num_classes(config: dict[str, Any]) -> int:
+    labels, number = config.get("id2label"), config.get("num_labels")
+    if isinstance(labels, dict):
+        return len(labels)
+    return number if type(number) is int and number > 0 else 2
+
+
+def _class_tokens(folder: Path, config: dict[str, Any]) -> tuple[tuple[str, ...], bool]:
+    """The tokens whose logits are classes, and whether those of a pair are compared."""
+    tokens, method = config.get("classifier_from_token"), config.get("method")
+    if config.get("is_original_qwen3_reranker") is True:
+        tokens, method = tokens or ["no", "yes"], method or _OF_A_PAIR
+    if tokens is None:
+        return (), False
+    if not isinstance(tokens, list) or not tokens or not all(isinstance(each, str) for each in tokens):
+        raise PoolingFilesError(
+            f"{folder}: classifier_from_token is {tokens!r}, must be a list of tokens as texts"
+        )
+    if method not in (_OF_A_PAIR, _OF_EACH):
+        raise PoolingFilesError(
+            f"{folder}: method is {method!r} beside classifier_from_token, must be {_OF_A_PAIR} or {_OF_EACH}"
+        )
+    if method == _OF_A_PAIR and len(tokens) != 2:
+        raise PoolingFilesError(
+            f"{folder}: classifier_from_token has {len(tokens)} tokens, {_OF_A_PAIR} takes 2"
+        )
+    return tuple(tokens), method == _OF_A_PAIR
 
 
 def _dimensions(config: dict[str, Any]) -> tuple[int, ...] | None:
@@ -201,8 +255,8 @@ def _dimensions(config: dict[str, Any]) -> tuple[int, ...] | None:
     return () if config.get("is_matryoshka") is True else None
 
 
-def _pooler_config(text: str | None) -> dict[str, Any]:
-    """The keys of --pooler-config. Raises PoolingFilesError for others."""
+def _object(text: str | None, option: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    """The JSON object of an option. Raises PoolingFilesError for other keys than these."""
     if text is None:
         return {}
     try:
@@ -210,11 +264,15 @@ def _pooler_config(text: str | None) -> dict[str, Any]:
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
-        raise PoolingFilesError(
-            f"pooler_config is {text!r}, must be an object of {', '.join(_POOLER_CONFIG)}"
-        )
-    if strange := sorted(content.keys() - set(_POOLER_CONFIG)):
-        raise PoolingFilesError(f"pooler_config has {strange[0]!r}, it takes {', '.join(_POOLER_CONFIG)}")
+        raise PoolingFilesError(f"{option} is {text!r}, must be an object of {', '.join(keys)}")
+    if strange := sorted(content.keys() - set(keys)):
+        raise PoolingFilesError(f"{option} has {strange[0]!r}, it takes {', '.join(keys)}")
+    return content
+
+
+def _pooler_config(text: str | None) -> dict[str, Any]:
+    """The keys of --pooler-config. Raises PoolingFilesError for others and for wrong values."""
+    content = _object(text, "pooler_config", _POOLER_CONFIG)
     kind = content.get("pooling_type")
     if kind is not None:
         if not isinstance(kind, str) or kind.lower() not in _METHOD_NAMES:

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 from engine_svc.core.pooling_spec import PoolingSpec
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
+from engine_svc.model.loading.folder import read_json_object
 from engine_svc.model.loading.safetensors_file import SafetensorsFile
+from engine_svc.model.loading.weights import WeightReader
 
 Head = Callable[[Tensor], Tensor]
+_LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _ACTIVATIONS: dict[str, Head] = {
     "torch.nn.modules.activation.Tanh": torch.tanh,
     "torch.nn.modules.linear.Identity": lambda x: x,
@@ -65,16 +68,31 @@ def make_pooler(
     dtype: torch.dtype,
     device: torch.device,
     classify: Head | None = None,
-    problem_type: str | None = None,
-    num_labels: int = 0,
 ) -> Pooler:
     """The pooler of a folder's model. Raises CheckpointError or UnsupportedModel for bad projections."""
     dense = tuple(_read_dense(folder / path, dtype, device) for path in spec.dense)
     activation: Head | None = None
-    if classify is not None and spec.activates and problem_type != "regression":
-        is_single = num_labels == 1 or problem_type == "multi_label_classification"
+    if classify is not None and spec.activates and spec.problem_type != "regression":
+        is_single = spec.num_classes == 1 or spec.problem_type == "multi_label_classification"
         activation = torch.sigmoid if is_single else _softmax
     return Pooler(spec, dense, classify, activation)
+
+
+def read_score_head(reader: WeightReader) -> Head:
+    """The head for classes of a decoder's checkpoint, computed in fp32. Raises CheckpointError."""
+    weight = reader.read("score.weight").float()
+    bias = reader.read("score.bias").float() if "score.bias" in reader.names else None
+    return lambda states: nn.functional.linear(states.float(), weight, bias)
+
+
+def read_token_head(spec: PoolingSpec, reader: WeightReader, folder: Path) -> Head:
+    """Classes from the logits of `spec.class_tokens`, computed in fp32. Raises CheckpointError."""
+    ids = _token_ids(folder, spec.class_tokens)
+    name = _LM_HEAD if _LM_HEAD in reader.names else _EMBEDDING
+    weight = torch.cat([reader.read_slice(name, 0, token_id, token_id + 1) for token_id in ids]).float()
+    if spec.compares_tokens:
+        weight = weight[1:] - weight[:1]
+    return lambda states: nn.functional.linear(states.float(), weight)
 
 
 def pooled(method: str, states: Sequence[Tensor]) -> Tensor:
@@ -91,6 +109,27 @@ def pooled(method: str, states: Sequence[Tensor]) -> Tensor:
         case "mean_sqrt_len":
             return torch.stack([one.sum(0) / len(one) ** 0.5 for one in states])
     raise AssertionError(f"a method {method} is not read from any file")
+
+
+def _token_ids(folder: Path, tokens: Sequence[str]) -> list[int]:
+    """Of tokens as spelled in the vocabulary of tokenizer.json."""
+    content = read_json_object(folder / "tokenizer.json")
+    ids: dict[str, int] = {}
+    try:
+        vocabulary = content["model"]["vocab"]
+        if isinstance(vocabulary, dict):
+            ids |= vocabulary
+        else:
+            ids |= {token: index for index, (token, _) in enumerate(vocabulary)}
+        ids |= {added["content"]: added["id"] for added in content.get("added_tokens") or ()}
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{folder}/tokenizer.json cannot be read: its tokens have no ids") from error
+    for token in tokens:
+        if type(ids.get(token)) is not int:
+            raise CheckpointError(
+                f"classifier_from_token has {token!r}, which is no token of {folder}/tokenizer.json"
+            )
+    return [ids[token] for token in tokens]
 
 
 def _softmax(logits: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from engine_svc.core.pooling_spec import PoolingFilesError, PoolingOptions, Pool
 from engine_svc.features.pooling.extras import PooledResult, PoolingRequest
 from triptych.common.v1 import sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, step_pb2
+from triptych_kit.config import ConfigError
 from triptych_kit.errors import InvalidArgument, Unimplemented
 from triptych_kit.field_checks import check, unserved
 from triptych_kit.rules import MessageRules
@@ -25,13 +26,14 @@ _TASKS = {
 
 
 def make(config: EngineConfig) -> WireFeature | None:
+    """None for a model that generates alone. Raises ConfigError for one that cannot pool as it is to."""
     try:
         spec = read_pooling_spec(
-            Path(config.model), PoolingOptions(config.runner, config.convert, config.pooler_config)
+            Path(config.model),
+            PoolingOptions(config.runner, config.convert, config.pooler_config, config.hf_overrides),
         )
-    except PoolingFilesError:
-        # Loading the model reports it.
-        return None
+    except PoolingFilesError as error:
+        raise ConfigError(str(error)) from error
     return None if spec is None else PoolingOfAdd(spec)
 
 

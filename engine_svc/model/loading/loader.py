@@ -29,7 +29,7 @@ from engine_svc.model.native.gemma import GemmaBuilder
 from engine_svc.model.native.spec import DecoderSpec, NotNative, read_spec, rotary_table
 from engine_svc.model.native.stated_config import read_stated_config
 from engine_svc.model.parallel import Parallel, Solo
-from engine_svc.model.pooler import make_pooler
+from engine_svc.model.pooler import Head, make_pooler, read_score_head, read_token_head
 from triptych_kernels import Ops, ops_for, set_num_threads
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ _DTYPES = {
     "half": torch.float16,
     "float": torch.float32,
 }
+
+_BODY = "model."  # What a decoder's names begin with, but for its head's.
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,7 @@ def _load(
     if config.max_position < 0:
         raise CheckpointError(f"{folder}/config.json: the maximum sequence length is {config.max_position}")
     reader = WeightReader(
-        weight_files(folder), progress, device=device, replaced=replaced_tensors(checkpoint)
+        weight_files(folder), progress, device=device, replaced=replaced_tensors(checkpoint), body=_BODY
     )
     dtype = _choose_dtype(options.dtype, config, reader)
     reader.set_dtype(dtype)
@@ -195,6 +197,9 @@ def _load(
         tasks=(GENERATE,) if pooling is None else pooling.tasks,
     )
     model: NativeDecoder | TransformersModel | EncoderModel
+    classify: Head | None = None
+    if pooling is not None and pooling.has_score_head:
+        classify = read_score_head(reader)
     if _is_native(config, options, parallel, share):
         model = _native(config, reader, facts, options.quantization, device, ops, parallel, share)
         kv_shapes: tuple[KVShape, ...] = model.kv_shapes
@@ -210,16 +215,16 @@ def _load(
         # Imported here: transformers' model code takes long to import, and native models do not need it.
         from engine_svc.model.transformers.load import load_transformers_model
 
-        model, warm, num_parameters = load_transformers_model(config, reader, folder, dtype, device, ops)
+        model, warm, num_parameters = load_transformers_model(
+            config, reader, folder, dtype, device, ops, samples=GENERATE in facts.tasks
+        )
         kv_shapes = warm.kv_shapes
         if is_invariant and not warm.is_batch_invariant:
             _note_variance(options.is_deterministic, device, ops, f"in {facts.architecture}", "auto or off")
     if pooling is not None and not pooling.is_encoder:
-        if pooling.head != "embed":
-            raise UnsupportedModel(
-                f"{facts.architecture} has a head for classes; those of decoders cannot be served"
-            )
-        model.pooler = make_pooler(pooling, folder, dtype=dtype, device=device)
+        if pooling.class_tokens:
+            classify = read_token_head(pooling, reader, folder)
+        model.pooler = make_pooler(pooling, folder, dtype=dtype, device=device, classify=classify)
     facts = replace(
         facts, kv_shapes=kv_shapes, num_parameters=num_parameters, hidden_size=model.embedding_size
     )
@@ -304,6 +309,7 @@ def expert_builder(
         device=device,
         dtype=_DTYPES[dtype],
         replaced=replaced_tensors(checkpoint),
+        body=_BODY,
     )
     if weights_digest(folder, reader.files, _DTYPES[dtype], reader.replaced) != digest:
         raise CheckpointError(f"{folder} has other weights than when it was loaded")
@@ -368,6 +374,7 @@ def _native(
         dtype=_DTYPES[facts.dtype],
         quantization=quantization,
         share=share,
+        samples=GENERATE in facts.tasks,
     )
     cos_sin = _rotary_table(config, facts).to(device)
     try:

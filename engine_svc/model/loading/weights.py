@@ -14,13 +14,17 @@ from engine_svc.model.loading.checkpoint import Tensors
 from engine_svc.model.loading.progress import Progress
 from engine_svc.model.loading.safetensors_file import SafetensorsFile, StoredTensor
 
+# Of a decoder that was saved without its head.
+_EMBEDDING = "embed_tokens.weight"
+
 
 class WeightReader:
     """Reads tensors on request, and keeps none of them.
 
     Progress counts bytes of the phase "weights"; `finish` ends it. Floating point tensors come in `dtype`
     (None: as stored), all on `device`. If two files have the same name, the later file's tensor is used.
-    `replaced` are tensors from elsewhere that take the place of those of the files.
+    `replaced` are tensors from elsewhere that take the place of those of the files. `body` is the prefix that
+    a decoder's names get where it was saved without its head, and they lack it.
     Several threads may read; progress is reported under a lock, in the thread that reads.
     `names` are the tensors of the checkpoint.
     Raises CheckpointError for files that cannot be read and names that they lack.
@@ -34,11 +38,13 @@ class WeightReader:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         replaced: Tensors | None = None,
+        body: str = "",
     ) -> None:
         self.files = [SafetensorsFile(path) for path in files]
-        self._stored = {name: (file, stored) for file in self.files for name, stored in file.tensors.items()}
+        found = {name: (file, stored) for file in self.files for name, stored in file.tensors.items()}
+        self._stored = _with_prefix(body, found)
         self.names = frozenset(self._stored)
-        self.replaced = replaced or {}
+        self.replaced = _with_prefix(body, replaced or {})
         for name, (file, stored) in self.replaced.items():
             shape = self.shape(name)
             if stored.shape != shape:
@@ -121,6 +127,12 @@ class LazyTensor:
 
     def __getitem__(self, index: EllipsisType) -> Tensor:
         return self._reader.read_stored(self._name)
+
+
+def _with_prefix(body: str, tensors: Tensors) -> Tensors:
+    if _EMBEDDING not in tensors:
+        return tensors
+    return {body + name: entry for name, entry in tensors.items()}
 
 
 def lazy_weights(reader: WeightReader) -> dict[str, LazyTensor]:

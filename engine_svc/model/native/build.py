@@ -64,6 +64,7 @@ class DecoderBuilder:
     quantization: str = ""  # of the layers' projections
     share: ExpertShare | None = None  # set if the experts are divided over engines
     num_attention_inputs: int | None = None  # of a token; None: the hidden size
+    samples: bool = True  # False for a model that only pools, and so needs no logits
     num_parameters: int = 0
     num_bytes: int = 0
 
@@ -89,7 +90,7 @@ class DecoderBuilder:
             embedding=embedding,
             layers=layers,
             final_norm=final_norm,
-            head=self._head() if is_last else None,
+            head=self._head() if is_last and self.samples else None,
             cos_sin=cos_sin,
             kv_shapes=tuple(
                 KVShape(num_kv_heads, spec.head_dim, spec.head_dim, window)

@@ -64,7 +64,7 @@ class NativeDecoder:
     embedding: TokenEmbedding | None  # on the first stage
     layers: list[DecoderLayer]
     final_norm: Tensor | None  # on the last stage
-    head: Projection | None
+    head: Projection | None  # on the last stage, of a model that samples tokens
     cos_sin: Tensor  # [max_positions, head_dim] fp32; where layers differ, [tables, ...]
     kv_shapes: tuple[KVShape, ...]
     hidden_size: int
@@ -94,7 +94,7 @@ class NativeDecoder:
         """Logits [N, V] fp32 of the tokens at `logit_rows`; afterwards the cache holds the step's KV.
 
         token_ids, positions: [T] int64.  logit_rows: [N] int64, indices in the step. Empty on a stage that is
-        not the last.
+        not the last, and of a model that only pools.
         """
         x = self._last_hidden(token_ids, positions, logit_rows, context)
         if self.head is None:
@@ -175,7 +175,7 @@ class NativeDecoder:
             rows = torch.arange(token_ids.shape[0], device=token_ids.device)
         self.exchange.begin(token_ids.shape[0], rows.shape[0])
         x = self._run_layers(self._enter(token_ids, context), positions, rows, context)
-        if not readers or self.head is None:
+        if not readers or self.final_norm is None:
             return x
         for states in readers:
             states.tensors.append(x)
@@ -192,7 +192,7 @@ class NativeDecoder:
                 residual, positions, logit_rows, layers, slots, attention, context.low_rank_slots
             )
         x = self.ops.rms_norm(residual, self.layers[0].input_norm, self.layers[0].eps)
-        rows = logit_rows if self.head is not None else None
+        rows = logit_rows if self.final_norm is not None else None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             if context.hidden is not None and index in kept:

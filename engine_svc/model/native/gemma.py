@@ -108,7 +108,7 @@ class GemmaDecoder(NativeDecoder):
         self, residual: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
     ) -> Tensor:
         kept = () if context.hidden is None else context.hidden.layers
-        rows = logit_rows if self.head is not None else None
+        rows = logit_rows if self.final_norm is not None else None
         last = self.layers[-1]
         for index, layer in enumerate(self.layers):
             if context.hidden is not None and index in kept:

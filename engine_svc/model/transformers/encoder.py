@@ -171,15 +171,12 @@ def make_encoder(
     ops: Ops,
 ) -> EncoderModel:
     """The model with its head, laid out for the device. Raises CheckpointError or UnsupportedModel."""
-    config = module.config
     pooler = make_pooler(
         spec,
         folder,
         dtype=dtype,
         device=device,
         classify=None if spec.head == "embed" else _classifier(module, spec.head),
-        problem_type=config.problem_type,
-        num_labels=config.num_labels or 0,
     )
     model = EncoderModel(module, pooler)
     sample = torch.zeros(1, dtype=torch.int64, device=device)

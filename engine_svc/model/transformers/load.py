@@ -42,16 +42,20 @@ def load_transformers_model(
     dtype: torch.dtype,
     device: torch.device,
     ops: Ops,
+    *,
+    samples: bool = True,
 ) -> tuple[TransformersModel, WarmModel, int]:
     """The model, what its first forwards have shown, and its number of parameters.
 
+    samples: False for a model that only pools, whose checkpoint need not have the head for tokens.
     Raises UnsupportedModel for a model that would run wrongly.
     """
     assert config.model_class is not None, "transformers has read the config"
     with quiet_transformers():
         # On a CPU the packed experts replace these; for a GPU the library's own choice is faster.
         experts = "eager" if device.type == "cpu" else None
-        module = _build(config.model_class, config.config, reader, dtype, folder, experts)
+        unused = () if samples else ("lm_head.weight",)
+        module = _build(config.model_class, config.config, reader, dtype, folder, experts, unused)
         reader.finish()
         module.to(device)  # type: ignore[arg-type]  # The stubs of transformers take no device.
         # Counted before warm-up: packed projections keep no parameters.
@@ -76,7 +80,7 @@ def load_encoder(
     parameters = inspect.signature(config.model_class.__init__).parameters
     options: dict[str, Any] = {"add_pooling_layer": False} if "add_pooling_layer" in parameters else {}
     with quiet_transformers():
-        module = _build(config.model_class, config.config, reader, dtype, folder, None, **options)
+        module = _build(config.model_class, config.config, reader, dtype, folder, None, (), **options)
         reader.finish()
         module.to(device)  # type: ignore[arg-type]  # The stubs of transformers take no device.
         num_parameters = module.num_parameters()
@@ -90,9 +94,13 @@ def _build(
     dtype: torch.dtype,
     folder: Path,
     experts: str | None,
+    unused: tuple[str, ...],
     **options: Any,
 ) -> PreTrainedModel:
-    """The module with its weights; transformers renames and merges them as the architecture requires."""
+    """The module with its weights; transformers renames and merges them as the architecture requires.
+
+    unused: weights that the checkpoint may lack.
+    """
     try:
         built: tuple[PreTrainedModel, dict[str, Any]] = chosen_class.from_pretrained(  # type: ignore[assignment]
             None,
@@ -122,10 +130,8 @@ def _build(
             for name, stored, configured in info["mismatched_keys"]
         ]
         raise CheckpointError(f"{folder}: weights do not fit the config: {listed(lines)}")
-    if info["missing_keys"]:
-        raise CheckpointError(
-            f"{folder} lacks weights of {chosen_class.__name__}: {listed(info['missing_keys'])}"
-        )
+    if missing := [name for name in info["missing_keys"] if name not in unused]:
+        raise CheckpointError(f"{folder} lacks weights of {chosen_class.__name__}: {listed(missing)}")
     if info["unexpected_keys"]:
         logger.warning(
             "weights of the checkpoint that the model does not use",

@@ -81,6 +81,17 @@ def test_heads_of_classes(tmp_path: Path):
         (PoolingOptions(pooler_config='{"step_tag_id": 1}'), "pooler_config has 'step_tag_id', it takes"),
         (PoolingOptions(pooler_config='{"pooling_type": "STEP"}'), "pooling_type is 'STEP', must be one of"),
         (PoolingOptions(pooler_config='{"normalize": 1}'), "normalize is 1, must be true or false"),
+        (PoolingOptions(hf_overrides='{"rope_theta": 1}'), "hf_overrides has 'rope_theta', it takes archi"),
+        (PoolingOptions(hf_overrides='{"classifier_from_token": "a"}'), "is 'a', must be a list of tokens"),
+        (PoolingOptions(hf_overrides='{"classifier_from_token": ["a"]}'), "method is None beside "),
+        (
+            PoolingOptions(hf_overrides='{"classifier_from_token": ["a"], "method": "from_2_way_softmax"}'),
+            "classifier_from_token has 1 tokens, from_2_way_softmax takes 2",
+        ),
+        (
+            PoolingOptions(hf_overrides='{"classifier_from_token": ["a"], "method": "no_post_processing"}'),
+            "classifier_from_token is of decoders, BertModel is none",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path: Path, options: PoolingOptions, message: str):

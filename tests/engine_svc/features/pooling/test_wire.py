@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from engine_svc.config import EngineConfig
 from engine_svc.convert import messages
 from engine_svc.convert.feature import WireFeatures
 from engine_svc.core.pooling_spec import PoolingSpec
 from engine_svc.core.request import Request
 from engine_svc.features.pooling.extras import PooledResult, PoolingRequest
-from engine_svc.features.pooling.wire import PoolingOfAdd
+from engine_svc.features.pooling.wire import PoolingOfAdd, make
 from engine_svc.loop.step_output import StepOutput, split
 from tests.engine_svc.session.service_rig import column, make_entry, make_facts
 from triptych.common.v1 import sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2
+from triptych_kit.config import ConfigError
 from triptych_kit.errors import InvalidArgument, Unimplemented
 
 MAX_MODEL_LEN = make_facts().max_model_len
@@ -91,6 +95,13 @@ def test_cached_prefixes_are_read_where_the_last_token_makes_the_result():
 def test_what_the_model_does_not_serve_is_refused(pooling, error, message):
     with pytest.raises(error, match=message):
         read(**pooling)
+
+
+def test_options_that_do_not_fit_the_files_end_the_start_with_the_reason(tmp_path: Path):
+    content = {"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="convert is classify, but BertModel has no such head"):
+        make(EngineConfig(str(tmp_path), convert="classify"))
 
 
 def test_dimensions_are_refused_where_the_model_cannot_be_cut():
