@@ -9,6 +9,7 @@ from __future__ import annotations
 import uuid
 import weakref
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +154,11 @@ class EncoderModel:
 def _groups_of(lengths: list[int]) -> list[_Group]:
     """lengths: ascending."""
     groups: list[_Group] = []
-    start = index = 0
-    while index < len(lengths):
-        count = lengths[index:].count(lengths[index])
-        groups.append(_Group(start, count, lengths[index]))
-        start += count * lengths[index]
-        index += count
+    start = 0
+    for length, equal in groupby(lengths):
+        count = len(list(equal))
+        groups.append(_Group(start, count, length))
+        start += count * length
     return groups
 
 
