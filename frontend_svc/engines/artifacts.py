@@ -20,6 +20,7 @@ from frontend_svc.text.model import (
     read_generation_defaults,
     read_json_object,
 )
+from frontend_svc.text.score_template import find_score_template
 from frontend_svc.text.tokenize.slow_tokenizer import SlowTokenizers
 from frontend_svc.text.tokenize.text_files import TextFiles
 from frontend_svc.text.tokenize.tokenizer import ModelTokenizer
@@ -89,6 +90,7 @@ class ArtifactStore:
                 supported_tasks=tuple(ready.supported_tasks),
                 class_labels=read_class_labels(config),
                 has_chat_template=bool(templates),
+                score_template=find_score_template(templates),
                 parsers=parsers,
                 variants={adapter.name: adapter.digest for adapter in ready.served_adapters},
                 ready=ready,

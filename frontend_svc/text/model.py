@@ -72,6 +72,7 @@ class GenerationDefaults:
 class ServedModel:
     """One model by its name. Models with equal `text_key` tokenize prompts in the same way.
 
+    score_template: for prompts of pairs of texts; empty: the tokenizer joins them.
     variants: other weights of it, by the names that requests may have in its place, with their digests.
     ready: the message in which its engine announced it, for what concerns one request option alone.
     """
@@ -87,6 +88,7 @@ class ServedModel:
     supported_tasks: tuple[str, ...] = ()
     class_labels: tuple[str, ...] = ()
     has_chat_template: bool = False
+    score_template: str = ""
     parsers: ParserNames = field(default_factory=lambda: ParserNames(NONE, NONE))
     variants: Mapping[str, str] = field(default_factory=dict, compare=False)
     ready: session_pb2.Ready = field(default_factory=session_pb2.Ready, compare=False)

@@ -23,6 +23,7 @@ from frontend_svc.text.pooling import (
     tokenize_inputs,
     truncated_pair,
 )
+from frontend_svc.text.score_template import render_pairs
 from frontend_svc.text.tokenize.id_column import id_column
 from triptych.api.v1 import embedding_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2
@@ -188,6 +189,12 @@ class PoolingAnswers:
                 check_prompts(query_field, firsts, model)
                 check_prompts(document_field, seconds, model)
                 return list(map(PoolingPrompt, firsts + seconds))
+            if model.score_template:
+                fields, spread = (query_field, document_field), _spread(queries, documents)
+                rendered = await render_pairs(spread, documents, fields, model, num_kept)
+                check_prompts(document_field, rendered, model)
+                keys = [hashlib.sha256(query.prompt.encode()).hexdigest() for query in spread]
+                return list(map(PoolingPrompt, rendered, keys))
             is_cut = num_kept is not None
             firsts, seconds = [
                 await tokenize_inputs(field, texts, model, add_special_tokens=False, may_be_long=is_cut)

@@ -31,6 +31,10 @@ from triptych.api.v1 import embedding_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
 from triptych.engine.v1 import engine_pb2, step_pb2
 
+SCORE_TEMPLATE = (
+    "Judge. {{ (messages | selectattr('role', 'eq', 'query') | first).content }}: "
+    "{{ (messages | selectattr('role', 'eq', 'document') | first).content }} Answer."
+)
 ENGINE_TASKS = ("embed", "token_embed", "classify", "token_classify")
 
 
@@ -55,6 +59,10 @@ def pooling(make: Callable[[FakeRequest], tensor_pb2.Tensor | None], *, num_cach
 
 def length_vector(request: FakeRequest) -> tensor_pb2.Tensor:
     return tensor([float(len(request.prompt)), 0.5])
+
+
+def rendered_pair(query: str, document: str) -> list[int]:
+    return TOKENIZER.encode(f"Judge. {query}: {document} Answer.", add_special_tokens=False).ids
 
 
 async def error_of(call) -> grpc.aio.AioRpcError:
@@ -172,6 +180,43 @@ async def test_pairs_are_scored_together_where_the_model_does_that():
     assert [request.prompt for request in engine.requests] == [[1, 2, 3], [1, 2, 4, 5], [1, 3], [2, 4]]
     assert response.usage.num_prompt_tokens == 7
     assert {request.entry.pooling.task for request in engine.requests} == {sampling_pb2.POOLING_TASK_SCORE}
+
+
+async def test_a_score_template_makes_the_prompt_of_a_pair():
+    engine = FakeEngine(
+        pooling(lambda request: tensor([0.5])),
+        supported_tasks=["classify", "score"],
+        chat_template=SCORE_TEMPLATE,
+    )
+    async with serving(engine) as (client, _):
+        documents = [text("sat"), text("a mat")]
+        request = embedding_pb2.ScoreRequest(queries=[text("the cat")], documents=documents)
+        await client.embedding.Score(request, timeout=WAIT_S)
+        given = embedding_pb2.ScoreRequest(queries=[ids(1)], documents=[text("sat")])
+        error = await error_of(client.embedding.Score(given, timeout=WAIT_S))
+    shown = [rendered_pair("the cat", document) for document in ("sat", "a mat")]
+    assert [request.prompt for request in engine.requests] == shown
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details() == "queries[0] is 'token_ids', must be a text: the model has a score template"
+
+
+async def test_the_document_of_a_score_template_is_cut_and_what_is_behind_it_stays():
+    engine = FakeEngine(
+        pooling(lambda request: tensor([0.5])), supported_tasks=["score"], chat_template=SCORE_TEMPLATE
+    )
+    least = len(rendered_pair("the cat", ""))
+    async with serving(engine) as (client, _):
+        request = embedding_pb2.RerankRequest(
+            query=text("the cat"), documents=[text("sat on the mat " * 9)], truncate_prompt_tokens=least + 4
+        )
+        await client.embedding.Rerank(request, timeout=WAIT_S)
+        request.truncate_prompt_tokens = least - 1
+        error = await error_of(client.embedding.Rerank(request, timeout=WAIT_S))
+    (sent,) = engine.requests
+    assert least < len(sent.prompt) <= least + 4
+    assert TOKENIZER.decode(sent.prompt).startswith("Judge. the cat: sat")
+    assert TOKENIZER.decode(sent.prompt).endswith(" Answer.")
+    assert "tokens of the score template and the query of documents[0]" in error.details()
 
 
 async def test_a_query_meets_all_of_its_documents_in_one_engine_and_other_queries_may_go_elsewhere():
