@@ -202,11 +202,19 @@ class Driver:
         self.add_prompt(request_id, prompt, options, *further)
 
     def add_prompt(
-        self, request_id: str, prompt: list[int], options: Mapping[str, object], *further: Extra
+        self,
+        request_id: str,
+        prompt: list[int],
+        options: Mapping[str, object],
+        *further: Extra,
+        samples: bool = True,
     ) -> None:
+        """samples: False for a request that ends when its prompt is computed."""
         sampling, extras = split_options(**options)
         extras |= {type(extra): extra for extra in further}
-        self._scheduler.add(Request(request_id, list(prompt), len(prompt), sampling, extras=extras))
+        self._scheduler.add(
+            Request(request_id, list(prompt), len(prompt), sampling, samples=samples, extras=extras)
+        )
 
     def step(self) -> None:
         """Launch a step if there is one, and finish the oldest when there are enough of them."""
