@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from triptych_kit.security.authenticator import Authenticator
 from triptych_kit.security.credentials import Credentials
 from triptych_kit.security.listeners import ListenerSecurity
 from triptych_kit.security.strangers import drop_packets
-from triptych_kit.server import ADMIN, PUBLIC, LimitProfile, Server
+from triptych_kit.server import ADMIN, INTERNAL, PUBLIC, LimitProfile, Server
 
 _KEY = "triptych-0123456789abcdef"
 _STRANGER, _NEIGHBOUR = "127.0.0.2", "127.0.0.1"
@@ -64,6 +65,25 @@ async def test_resets_of_a_connection_take_a_limited_memory():
         writer.close()
         await server.stop(0)
     assert _rss_mb() - before_mb < 100
+
+
+async def test_metadata_of_calls_is_not_kept():
+    """As an engine collects garbage: seldom."""
+    server = Server(listen="127.0.0.1:0", registrations=[], profile=INTERNAL, service="x")
+    reader, writer = await asyncio.open_connection(*split_address(await server.start()))
+    gc.disable()
+    try:
+        # Acknowledges no settings, so that its limit is 16 MB.
+        bombs = HTTP2["HPACK bombs"].chunks(1)
+        writer.write(next(bombs))
+        for _ in range(3):
+            writer.write(next(bombs))
+            await asyncio.wait_for(reader.readuntil(b"exceeds hard limit"), _LIMIT_S)
+        await _until(lambda: not any(type(each) is tuple and len(each) > 4000 for each in gc.get_objects()))
+    finally:
+        gc.enable()
+        writer.close()
+        await server.stop(0)
 
 
 @pytest.mark.parametrize("name", ["rapid reset", "SETTINGS, unread", "PING", "large headers"])
