@@ -265,7 +265,7 @@ class RunnerFeatures:
 
     def before_forward(self, inputs: StepInputs, context: ForwardContext) -> None:
         for index in self._used("before_forward"):
-            with self._errors_end(index, self._rows_of(index, inputs.rows)):
+            with self._errors_end(index, inputs.rows):
                 self._features[index].before_forward(inputs, context)
 
     def extra_positions(self, inputs: StepInputs) -> list[tuple[int, Ints]]:
@@ -388,15 +388,16 @@ class RunnerFeatures:
         return self._latest[index]
 
     @contextmanager
-    def _errors_end(self, index: int, rows: Sequence[int]) -> Iterator[None]:
-        """Errors of a stage end `rows`. Those of the device are no fault of the feature."""
+    def _errors_end(self, index: int, rows: Sequence[int] | Ints) -> Iterator[None]:
+        """Errors of a stage end those of `rows` with the feature. Those of the device are no fault of it."""
         try:
             yield
         except Exception as error:
             if is_of_device(error):
                 raise
-            self._failed |= dict.fromkeys(rows, describe_failure(_name(self._features[index]), error))
-            for row in dict.fromkeys(rows):
+            using = self._rows_of(index, np.unique(np.asarray(rows, dtype=np.int64)))
+            self._failed |= dict.fromkeys(using, describe_failure(_name(self._features[index]), error))
+            for row in using:
                 self._stop_using(index, row)
 
     def _stop_using(self, index: int, row: int) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from engine_svc.config import EngineConfig
 from engine_svc.core.step import AdmittedRequest
@@ -18,13 +20,26 @@ from engine_svc.model.errors import UnsupportedModel
 from engine_svc.model.low_rank import LowRankModel, LowRankTargets
 from engine_svc.runner.feature import RunnerContext, RunnerFeature
 from engine_svc.runner.input_batch import StepInputs
-from engine_svc.runner.sampling.transfer import to_device
+from engine_svc.runner.sampling.transfer import Ints, to_device
 
 _NO_SLOT = -1
 
 
 def make(config: EngineConfig, context: RunnerContext) -> RunnerFeature | None:
     return AdapterRows(config, context) if config.enable_lora else None
+
+
+@dataclass(frozen=True, slots=True)
+class _StepSlots:
+    """The slots of a step's tokens, and the rows and counts of the step: see StepInputs."""
+
+    rows: Ints
+    counts: Ints
+    slots: Tensor
+
+    def are_of(self, inputs: StepInputs) -> bool:
+        """Whether these are the slots of a step. Consecutive steps share both arrays while rows stay."""
+        return inputs.rows is self.rows and inputs.counts is self.counts
 
 
 class AdapterRows(RunnerFeature):
@@ -41,11 +56,13 @@ class AdapterRows(RunnerFeature):
         self._store = AdapterStore(config.num_cpu_loras, self._load)
         self._adapters: dict[int, LoadedAdapter] = {}  # by row
         self._slots: OrderedDict[LoadedAdapter, int] = OrderedDict()  # the one used last comes last
+        self._latest: _StepSlots | None = None  # of the last step; None: its rows have changed
         self._targets = self._enabled(context.model)
 
     def on_model(self, model: Model) -> None:
         self._targets = self._enabled(model)
         self._slots.clear()
+        self._latest = None
 
     def prepare(self, extra: AdapterUse) -> LoadedAdapter:
         return self._store.lease(extra)
@@ -61,22 +78,32 @@ class AdapterRows(RunnerFeature):
 
     def add_row(self, row: int, admitted: AdmittedRequest) -> None:
         self._adapters[row] = admitted.extras[AdapterUse]
+        self._latest = None
 
     def remove_row(self, row: int) -> None:
         self._adapters.pop(row, None)
+        self._latest = None
 
     def before_forward(self, inputs: StepInputs, context: ForwardContext) -> None:
+        if self._latest is None or not self._latest.are_of(inputs):
+            self._latest = self._give_slots(inputs)
+        if self._latest is not None:
+            context.low_rank_slots = self._latest.slots
+
+    def _give_slots(self, inputs: StepInputs) -> _StepSlots | None:
+        """The slots of a step's tokens; None if no row has an adapter."""
         rows = [self._adapters.get(row) for row in inputs.rows.tolist()]
         wanted = dict.fromkeys(each for each in rows if each is not None)
         if not wanted:
-            return
+            return None
         for adapter in wanted:
             if adapter in self._slots:
                 self._slots.move_to_end(adapter)
             else:
                 self._give_slot(adapter, wanted)
         slots = np.array([_NO_SLOT if each is None else self._slots[each] for each in rows], dtype=np.int64)
-        context.low_rank_slots = to_device(np.repeat(slots, inputs.counts), self._device)
+        of_tokens = to_device(np.repeat(slots, inputs.counts), self._device)
+        return _StepSlots(inputs.rows, inputs.counts, of_tokens)
 
     def _give_slot(self, adapter: LoadedAdapter, wanted: dict[LoadedAdapter, None]) -> None:
         slot = len(self._slots)

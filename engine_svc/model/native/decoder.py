@@ -99,7 +99,7 @@ class NativeDecoder:
         x = self._last_hidden(token_ids, positions, logit_rows, context)
         if self.head is None:
             return x.new_empty(0, 0, dtype=torch.float32)
-        return self.logits(x, context.low_rank_slots_of(logit_rows))
+        return self.logits(x, self._head_slots(logit_rows, context))
 
     def forward_greedy(
         self,
@@ -114,8 +114,8 @@ class NativeDecoder:
         if self.head is None:
             nothing = x.new_empty(0, dtype=torch.float32)
             return Largest(nothing[:, None], nothing, nothing.long())
-        slots = context.low_rank_slots_of(logit_rows)
-        if self.parallel.tp_size == 1 and not self.head.adds(slots):
+        slots = self._head_slots(logit_rows, context)
+        if self.parallel.tp_size == 1 and slots is None:
             return Largest(*self.ops.greedy_linear(self.head.linear, x, kept))
         logits = self.logits(x, slots)
         return Largest(logits.index_select(0, kept), *self.ops.greedy(logits))
@@ -129,6 +129,11 @@ class NativeDecoder:
         """Logits [N, V] fp32 of hidden states [N, hidden] after the last norm; on the last stage."""
         assert self.head is not None, "the last stage has the head"
         return self.parallel.all_gather(self.head(x, slots))
+
+    def _head_slots(self, logit_rows: Tensor, context: ForwardContext) -> Tensor | None:
+        """The slots of the tokens at `logit_rows`; None if none of them can add to logits."""
+        adds = self.head is not None and self.head.adds(context.low_rank_slots)
+        return context.low_rank_slots_of(logit_rows) if adds else None
 
     def enable_low_rank(self, num_slots: int, max_rank: int) -> LowRankTargets:
         """See LowRankModel. Experts and their routers take no additions."""

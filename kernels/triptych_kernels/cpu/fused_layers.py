@@ -147,16 +147,17 @@ class _NativeLayers:
         positions = one_a_token(positions, num_tokens, "positions")
         rows = one_a_token(rows, num_rows, "rows")
         slots = [one_a_token(mapping, num_tokens, "slot_mapping") for mapping in slot_mappings]
-        added_of: list[Tensor] = []
-        if with_low_rank and low_rank_slots is not None:
-            slots_of_tokens = one_a_token(low_rank_slots, num_tokens, "low_rank_slots")
-            added_of = [slots_of_tokens, torch.empty(num_rows, dtype=torch.int64)]
         out = torch.empty((num_rows, self._hidden), dtype=self._dtype)
         # Each thread adds to what the caches hold.
         at_once = min(max(num_tokens, num_rows), self._most_at_once * native_module().num_threads())
         num_bytes, offsets = self._scratch_layout(num_tokens, num_rows, at_once)
-        room = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
+        num_slot_bytes = num_rows * _NUMBER_BYTES if with_low_rank else 0
+        room = torch.empty(num_bytes + num_slot_bytes + _ALIGNMENT, dtype=torch.uint8)
         room_start = room.data_ptr() + -room.data_ptr() % _ALIGNMENT
+        low_rank: tuple[int, ...] = ()
+        if with_low_rank and low_rank_slots is not None:
+            low_rank_slots = one_a_token(low_rank_slots, num_tokens, "low_rank_slots")
+            low_rank = low_rank_slots.data_ptr(), room_start + num_bytes
         num_blocks, _, block_size, _ = caches[0].key_cache.shape
         if any(batch.block_size != block_size for batch in attention):
             raise ValueError(f"the caches have blocks of {block_size}, a batch has others")
@@ -174,7 +175,7 @@ class _NativeLayers:
             *(num_tokens, num_rows, at_once, num_blocks, block_size, num_blocks * block_size),
             *groups,
             *memory,
-            *(each.data_ptr() for each in added_of),
+            *low_rank,
         )
         return out
 
