@@ -150,7 +150,7 @@ class Request:
     segments: deque[InputSegment] = field(default_factory=deque, init=False)  # that wait for their turn
     end_token_ids: frozenset[int] = field(init=False)  # every token that ends it
     needs_verdict: bool = field(default=False, init=False)  # set by a feature that may end it
-    has_budget: bool = field(default=False, init=False)  # set by a feature whose budget it spends
+    num_budgets: int = field(default=0, init=False)  # that it spends, of features; they count between steps
     verdict: Verdict | None = field(default=None, init=False)  # the newest
     order_key: tuple[float, float, str] = field(default=(0.0, 0.0, ""), init=False)  # in the waiting queue
     num_uncached_tokens: int = field(default=0, init=False)  # estimated when it began to wait

@@ -44,7 +44,7 @@ class SchedulerFeature:
     """Observes the scheduler in the engine thread, in the order of registration. Override what is needed."""
 
     cache_observer: CacheObserver | None = None  # follows the prefix cache for the feature
-    budget: Budget | None = None  # of a step; asked for requests with `has_budget`, which `on_add` sets
+    budget: Budget | None = None  # of a step; asked for requests that it is counted in: `num_budgets`
 
     def wrap(self, scheduler: EngineScheduler, kv_cache: KVCache) -> EngineScheduler:
         """The object that the loop calls in place of the scheduler, for a feature that follows every call."""

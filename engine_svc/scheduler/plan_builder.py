@@ -26,7 +26,7 @@ class PlanBuilder:
     ) -> None:
         """prefill_budgets: those that rows of one token, which most rows are, neither spend nor exceed.
 
-        feature_budgets: those of requests with `has_budget` alone.
+        feature_budgets: those of requests with `num_budgets` alone.
         """
         self._config = config
         self._overlaps = config.async_scheduling
@@ -73,7 +73,7 @@ class PlanBuilder:
         return num_tokens
 
     def _budgets_of(self, request: Request) -> Sequence[Budget]:
-        return (*self._budgets, *self._feature_budgets) if request.has_budget else self._budgets
+        return (*self._budgets, *self._feature_budgets) if request.num_budgets else self._budgets
 
     def admit(self, request: Request, new_block_ids: Sequence[list[int]]) -> None:
         """Add a request that enters the batch, in full. Its row, with the new blocks, follows."""
@@ -114,7 +114,7 @@ class PlanBuilder:
         request.num_computed_tokens = end
         request.last_row_sampled = is_whole
         self.remaining -= num_tokens
-        if num_tokens != 1 or self._has_budgets or request.has_budget:
+        if num_tokens != 1 or self._has_budgets or request.num_budgets:
             for budget in self._budgets_of(request):
                 budget.take(request, num_tokens)
         if is_whole and request.samples:
@@ -135,7 +135,7 @@ class PlanBuilder:
         del self.rows[row]
         num_tokens = self.plan.withdraw(row)
         self.remaining += num_tokens
-        if num_tokens != 1 or self._has_budgets or request.has_budget:
+        if num_tokens != 1 or self._has_budgets or request.num_budgets:
             for budget in self._budgets_of(request):
                 budget.give_back(request, num_tokens)
         return num_tokens

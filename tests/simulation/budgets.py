@@ -80,7 +80,7 @@ class Adapters(SchedulerFeature):
         self.budget = cap
 
     def on_add(self, request: Request) -> None:
-        request.has_budget = bool(request.extra_keys)
+        request.num_budgets += bool(request.extra_keys)
 
 
 class EncoderBudget:

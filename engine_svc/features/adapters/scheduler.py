@@ -13,9 +13,10 @@ from engine_svc.core.step import StepPlan
 from engine_svc.features.adapters.extras import AdapterUse, adapter_of
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 
-# How many requests with an adapter may go before one whose adapter is being loaded, and again before one that
-# has no slot.
-MAX_OVERTAKING = 32
+# How many later requests with an adapter may go before one that has no slot, or whose adapter is being
+# loaded; those that do while it is loaded count for both.
+MAX_OVERTAKING = 56
+MAX_OVERTAKING_OF_LOADING = 24
 _WAIT_BUCKETS = (0.001, 0.01, 0.1, 1.0, 10.0, 60.0)
 
 
@@ -34,7 +35,7 @@ def replayed(options: Mapping[str, int]) -> SchedulerFeature:
 
 
 class StepAdapters:
-    """A budget: at most so many different adapters in a step. Asked about requests with one alone.
+    """A budget: at most so many different adapters in a step, while more are in use than that.
 
     A request whose adapter finds no slot is passed over, until `MAX_OVERTAKING` others have overtaken it:
     then no further one is admitted before it.
@@ -42,21 +43,50 @@ class StepAdapters:
 
     def __init__(self, max_adapters: int) -> None:
         self._max_adapters = max_adapters
-        self._rows: Counter[str | None] = Counter()  # of this step, by adapter
+        self._adapters: dict[Request, str] = {}  # of requests that have not ended
+        self._num_requests: Counter[str] = Counter()  # the same, by adapter
+        self._binds = False  # whether it is asked
+        self._rows: Counter[str] = Counter()  # of this step, by adapter
         self._passed_over: list[Request] = []  # in this step
+        self._is_barred = False  # one of these was overtaken often enough
         self._candidate: Request | None = None  # that may enter in this step
         self._num_overtaken: dict[Request, int] = {}
+
+    def add(self, request: Request) -> None:
+        """A request that has not ended. One without an adapter counts for nothing."""
+        adapter = adapter_of(request.extra_keys)
+        if adapter is not None:
+            self._adapters[request] = adapter
+            self._num_requests[adapter] += 1
+            request.num_budgets += self._binds
+            self._note_use()
+
+    def remove(self, request: Request) -> None:
+        self._num_overtaken.pop(request, None)
+        adapter = self._adapters.pop(request, None)
+        if adapter is not None:
+            request.num_budgets -= self._binds
+            _take_one(self._num_requests, adapter)
+            self._note_use()
+
+    def count_overtaken(self, request: Request, num_requests: int) -> None:
+        """`num_requests` later ones went before this one."""
+        self._num_overtaken[request] = self._num_overtaken.get(request, 0) + num_requests
 
     def begin_step(self) -> None:
         self._rows.clear()
         self._passed_over.clear()
+        self._is_barred = False
         self._candidate = None
 
     def admits(self, request: Request) -> bool:
-        if any(self._num_overtaken.get(each, 0) >= MAX_OVERTAKING for each in self._passed_over):
+        if request not in self._adapters:
+            return True
+        if self._is_barred:
             return False
         if not self._has_slot(request):
             self._passed_over.append(request)
+            self._is_barred = self._num_overtaken.get(request, 0) >= MAX_OVERTAKING
             return False
         self._candidate = request
         return True
@@ -65,31 +95,48 @@ class StepAdapters:
         return num_tokens if self._has_slot(request) else 0
 
     def take(self, request: Request, num_tokens: int) -> None:
-        self._rows[adapter_of(request.extra_keys)] += 1
+        adapter = self._adapters.get(request)
+        if adapter is not None:
+            self._rows[adapter] += 1
         if request is self._candidate:
             self._candidate = None
-            self.forget(request)
+            self._num_overtaken.pop(request, None)
             for each in self._passed_over:
-                self._num_overtaken[each] = self._num_overtaken.get(each, 0) + 1
+                self.count_overtaken(each, 1)
+                self._is_barred |= self._num_overtaken[each] >= MAX_OVERTAKING
 
     def give_back(self, request: Request, num_tokens: int) -> None:
-        self._rows[adapter_of(request.extra_keys)] -= 1
-        self._rows += Counter()
-
-    def forget(self, request: Request) -> None:
-        self._num_overtaken.pop(request, None)
+        adapter = self._adapters.get(request)
+        if adapter is not None:
+            _take_one(self._rows, adapter)
 
     def _has_slot(self, request: Request) -> bool:
-        return adapter_of(request.extra_keys) in self._rows or len(self._rows) < self._max_adapters
+        adapter = self._adapters.get(request)
+        return adapter is None or adapter in self._rows or len(self._rows) < self._max_adapters
+
+    def _note_use(self) -> None:
+        """Requests cost nothing while all of their adapters fit into a step."""
+        binds = len(self._num_requests) > self._max_adapters
+        if binds != self._binds:
+            self._binds = binds
+            for request in self._adapters:
+                request.num_budgets += 1 if binds else -1
+
+
+def _take_one(counts: Counter[str], name: str) -> None:
+    counts[name] -= 1
+    if not counts[name]:
+        del counts[name]
 
 
 @dataclass(slots=True)
 class _Loading:
-    """A request whose adapter is being loaded for it.
+    """The loading of an adapter for a request.
 
     num_after: requests that came later and may be prepared earlier, as their adapters are in memory.
     """
 
+    request: Request
     since: float
     num_after: int = 0
 
@@ -101,10 +148,10 @@ class AdaptersOfSteps(SchedulerFeature):
         self.budget: StepAdapters = StepAdapters(max_adapters)
 
     def on_add(self, request: Request) -> None:
-        request.has_budget |= adapter_of(request.extra_keys) is not None
+        self.budget.add(request)
 
     def on_finish(self, request: Request) -> None:
-        self.budget.forget(request)
+        self.budget.remove(request)
 
 
 class AdapterLimits(AdaptersOfSteps):
@@ -164,7 +211,7 @@ class AdapterLimits(AdaptersOfSteps):
             return False
         is_next = next(iter(self._waiting), request) is request
         oldest = next(iter(self._loading.values()), None)
-        is_barred = oldest is not None and oldest.num_after >= MAX_OVERTAKING
+        is_barred = oldest is not None and oldest.num_after >= MAX_OVERTAKING_OF_LOADING
         is_loaded = adapter in self._loaded
         if not is_next or is_barred or not (is_loaded or self._has_room(adapter)):
             self._waiting[request] = None
@@ -173,7 +220,7 @@ class AdapterLimits(AdaptersOfSteps):
         for loading in self._loading.values():
             loading.num_after += 1
         if not is_loaded:
-            self._loading[request.request_id] = _Loading(self._clock.now())
+            self._loading[request.request_id] = _Loading(request, self._clock.now())
         self._loaded[adapter] += 1
         self._adapters[request] = adapter
         self._wait_s.observe(self._clock.now() - request.arrival_at)
@@ -193,6 +240,7 @@ class AdapterLimits(AdaptersOfSteps):
         if loading is not None:
             self._loads.add("ok" if failure is None else "failed")
             self._load_s.observe(self._clock.now() - loading.since)
+            self.budget.count_overtaken(loading.request, loading.num_after)
 
     def on_plan(self, plan: StepPlan) -> None:
         for request_id in plan.preempted:
@@ -208,5 +256,4 @@ class AdapterLimits(AdaptersOfSteps):
         self._waiting.pop(request, None)
         adapter = self._adapters.pop(request, None)
         if adapter is not None:
-            self._loaded[adapter] -= 1
-            self._loaded += Counter()
+            _take_one(self._loaded, adapter)

@@ -131,7 +131,7 @@ def test_a_feature_s_budget_is_asked_for_its_own_requests_alone():
     feature.budget = meter
     stage = Stage(features=[feature])
     plain, own = request("plain", 7), request("own", 7)
-    own.has_budget = True
+    own.num_budgets = 1
     stage.add(plain, own)
     stage.step()
     assert meter.spent == {"own": 7}

@@ -8,7 +8,11 @@ from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.request import Request
 from engine_svc.features.adapters.extras import AdapterUse
-from engine_svc.features.adapters.scheduler import MAX_OVERTAKING, AdapterLimits
+from engine_svc.features.adapters.scheduler import (
+    MAX_OVERTAKING,
+    MAX_OVERTAKING_OF_LOADING,
+    AdapterLimits,
+)
 from engine_svc.loop.preparation import Preparations
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.feature import SchedulerContext
@@ -60,6 +64,19 @@ def test_one_without_a_slot_is_overtaken_so_often_and_then_others_wait_for_it():
     assert stage.scheduler.waiting_ids == []
 
 
+def test_requests_spend_the_budget_only_while_more_adapters_are_in_use_than_fit_a_step():
+    stage = Stage(features=[limits(2)])
+    first, second = with_adapter(0, "a"), with_adapter(1, "b")
+    stage.add(first, second, with_adapter(2, "a"))
+    assert (first.num_budgets, second.num_budgets) == (0, 0)
+    third, plain = with_adapter(3, "c"), with_adapter(4, "")
+    stage.add(third, plain)
+    assert [each.num_budgets for each in (first, second, third, plain)] == [1, 1, 1, 0]
+    stage.scheduler.abort(["r1"], now=1.0)
+    assert [each.num_budgets for each in (first, second, third, plain)] == [0, 0, 0, 0]
+    assert stage.schedule().request_ids == ["r0", "r2", "r3", "r4"]
+
+
 class NotedRanks:
     num_preparing = 1
 
@@ -89,11 +106,13 @@ class LoadingStage(Stage):
     metrics: Metrics
 
 
-def loading_stage(ranks: NotedRanks, max_adapters: int, max_loaded: int) -> tuple[LoadingStage, Preparations]:
+def loading_stage(
+    ranks: NotedRanks, max_adapters: int, max_loaded: int, max_num_seqs: int = 64
+) -> tuple[LoadingStage, Preparations]:
     metrics = Metrics("engine")
     feature = limits(max_adapters, max_loaded, metrics)
     preparations = Preparations(ranks, FakeClock(), [feature])
-    stage = LoadingStage(features=[feature, preparations])
+    stage = LoadingStage(features=[feature, preparations], max_num_seqs=max_num_seqs)
     stage.metrics = metrics
     return stage, preparations
 
@@ -155,6 +174,22 @@ def test_one_whose_adapter_is_being_loaded_is_overtaken_so_often_and_then_others
     settle(stage, preparations, ranks)
     stage.add(with_adapter(1, "b", is_prepared=False))
     stage.add(*(with_adapter(number, "a", is_prepared=False) for number in range(2, 100)))
-    assert len(ranks.ids) - 2 == MAX_OVERTAKING
+    assert len(ranks.ids) - 2 == MAX_OVERTAKING_OF_LOADING
     settle(stage, preparations, ranks)
     assert len(ranks.ids) == 100
+
+
+def test_those_that_went_before_while_its_adapter_was_loaded_count_where_it_has_no_slot(ranks):
+    stage, preparations = loading_stage(ranks, max_adapters=1, max_loaded=4, max_num_seqs=100)
+    stage.add(with_adapter(0, "a", max_tokens=200, is_prepared=False))
+    settle(stage, preparations, ranks)
+    stage.update(stage.schedule())
+    stage.add(with_adapter(1, "b", is_prepared=False))
+    stage.add(*(with_adapter(number, "a", max_tokens=200, is_prepared=False) for number in range(2, 100)))
+    settle(stage, preparations, ranks)
+    settle(stage, preparations, ranks)  # of those that were held until then
+    num_admitted = 0
+    while admitted := (plan := stage.schedule()).admitted:
+        num_admitted += len(admitted)
+        stage.update(plan)
+    assert num_admitted == MAX_OVERTAKING - MAX_OVERTAKING_OF_LOADING
