@@ -164,7 +164,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.LoadAdapterRequest,
         context: grpc.aio.ServicerContext[admin_pb2.LoadAdapterRequest, admin_pb2.LoadAdapterResponse],
     ) -> admin_pb2.LoadAdapterResponse:
-        """Load an adapter, if this process is an engine; so the next three."""
+        """Load an adapter, if this process is an engine; so the next four."""
         added = utility_pb2.AddAdapterCall(name=request.name, path=request.path, replace=request.replace)
         (adapter,) = await self._adapters(utility_pb2.UtilityCall(add_adapter=added))
         return admin_pb2.LoadAdapterResponse(adapter=adapter)
@@ -194,6 +194,15 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         pinned = utility_pb2.PinAdapterCall(name=request.name)
         (adapter,) = await self._adapters(utility_pb2.UtilityCall(pin_adapter=pinned))
         return admin_pb2.PinAdapterResponse(adapter=adapter)
+
+    async def UnpinAdapter(
+        self,
+        request: admin_pb2.UnpinAdapterRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.UnpinAdapterRequest, admin_pb2.UnpinAdapterResponse],
+    ) -> admin_pb2.UnpinAdapterResponse:
+        unpinned = utility_pb2.UnpinAdapterCall(name=request.name)
+        (adapter,) = await self._adapters(utility_pb2.UtilityCall(unpin_adapter=unpinned))
+        return admin_pb2.UnpinAdapterResponse(adapter=adapter)
 
     async def _call(self, call: utility_pb2.UtilityCall) -> admin_pb2.UtilityResponse:
         if self._utility is None:

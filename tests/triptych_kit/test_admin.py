@@ -140,12 +140,14 @@ async def test_adapters_are_changed_by_calls_into_the_engine(telemetry: None) ->
         load = admin_pb2.LoadAdapterRequest(name="cook", path="/a", replace=True)
         assert (await stub.LoadAdapter(load)).adapter == adapter
         assert (await stub.PinAdapter(admin_pb2.PinAdapterRequest(name="cook"))).adapter == adapter
+        assert (await stub.UnpinAdapter(admin_pb2.UnpinAdapterRequest(name="cook"))).adapter == adapter
         listed = await stub.ListAdapters(admin_pb2.ListAdaptersRequest())
         await stub.UnloadAdapter(admin_pb2.UnloadAdapterRequest(name="cook"))
     assert list(listed.adapters) == [adapter]
     assert calls == [
         utility_pb2.UtilityCall(add_adapter={"name": "cook", "path": "/a", "replace": True}),
         utility_pb2.UtilityCall(pin_adapter={"name": "cook"}),
+        utility_pb2.UtilityCall(unpin_adapter={"name": "cook"}),
         utility_pb2.UtilityCall(list_adapters={}),
         utility_pb2.UtilityCall(remove_adapter={"name": "cook"}),
     ]

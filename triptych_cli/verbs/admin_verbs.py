@@ -245,6 +245,19 @@ def pin_adapter(
     _make(context, call, as_json=as_json)
 
 
+@admin.command("unpin-adapter")
+def unpin_adapter(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="as `adapters` shows it")],
+    as_json: Json = False,
+) -> None:
+    """Let a pinned adapter leave an engine's memory again."""
+    from triptych.engine.v1 import utility_pb2
+
+    call = utility_pb2.UtilityCall(unpin_adapter=utility_pb2.UnpinAdapterCall(name=name))
+    _make(context, call, as_json=as_json)
+
+
 @admin.command()
 def adapters(context: typer.Context, as_json: Json = False) -> None:
     """Print an engine's adapters, one per line."""

@@ -11,16 +11,25 @@ _KEY_PREFIX = "adapter:"
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterUse(Extra):
-    """folder: of its files, which must still have this digest when they are loaded.
+class Pins:
+    """The adapters that stay in memory once they are loaded, as a request came. version: of changes."""
 
-    is_pinned: once loaded it stays in memory.
-    """
+    version: int = 0
+    digests: tuple[str, ...] = ()
+
+    def newest(self, other: Pins) -> Pins:
+        """The newer of both."""
+        return max(self, other, key=lambda pins: pins.version)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUse(Extra):
+    """folder: of its files, which must still have this digest when they are loaded."""
 
     name: str
     folder: str
     digest: str
-    is_pinned: bool = False
+    pins: Pins = Pins()
 
     @property
     def blocker(self) -> str:
@@ -29,7 +38,12 @@ class AdapterUse(Extra):
     @property
     def cache_key(self) -> str:
         """What the KV of its requests depends on besides tokens."""
-        return _KEY_PREFIX + self.digest
+        return cache_key_of(self.digest)
+
+
+def cache_key_of(digest: str) -> str:
+    """The key of blocks whose KV depends on the adapter."""
+    return _KEY_PREFIX + digest
 
 
 def adapter_of(extra_keys: Iterable[str]) -> str | None:

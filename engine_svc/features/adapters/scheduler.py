@@ -10,7 +10,7 @@ from engine_svc.config import EngineConfig
 from engine_svc.core.errors import RequestFailed
 from engine_svc.core.request import Request
 from engine_svc.core.step import StepPlan
-from engine_svc.features.adapters.extras import AdapterUse, adapter_of
+from engine_svc.features.adapters.extras import AdapterUse, Pins, adapter_of, cache_key_of
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 
 # How many later requests with an adapter may go before one that has no slot, or whose adapter is being
@@ -162,7 +162,8 @@ class AdapterLimits(AdaptersOfSteps):
         self._max_loaded = max_loaded
         self._loaded: Counter[str] = Counter()  # requests whose adapter may be in memory, by adapter
         self._adapters: dict[Request, str] = {}  # of these
-        self._pinned: set[str] = set()  # stay in memory without a request
+        self._pins = Pins()
+        self._pinned: set[str] = set()  # the same by key: these stay in memory without a request
         self._waiting: dict[Request, None] = {}  # the oldest first
         self._clock = context.clock
         self._requests = context.metrics.counts(
@@ -203,7 +204,9 @@ class AdapterLimits(AdaptersOfSteps):
         if use is not None:
             self._requests.add(use.name)
             self._names[request.request_id] = use.name
-            (self._pinned.add if use.is_pinned else self._pinned.discard)(use.cache_key)
+            if use.pins is not self._pins:
+                self._pins = self._pins.newest(use.pins)
+                self._pinned = {cache_key_of(digest) for digest in self._pins.digests}
 
     def holds_preparation(self, request: Request) -> bool:
         adapter = adapter_of(request.extra_keys)

@@ -19,7 +19,7 @@ from engine_svc.features.adapters.checkpoint import (
     digest_of,
     read_content,
 )
-from engine_svc.features.adapters.extras import AdapterUse
+from engine_svc.features.adapters.extras import AdapterUse, Pins
 from engine_svc.model.errors import CheckpointError, listed
 from engine_svc.model.loading.folder import HeaderEntry
 from engine_svc.model.low_rank import LowRankTargets
@@ -35,7 +35,6 @@ class LoadedAdapter:
     """
 
     digest: str
-    is_pinned: bool
     matrices: Sequence[Sequence[Any] | None]
     num_leases: int = 0
 
@@ -47,6 +46,7 @@ class AdapterStore:
         self._max_loaded = max_loaded
         self._load = load
         self._lock = threading.Lock()
+        self._pins = Pins()
         self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()  # the one used last comes last
 
     def __contains__(self, digest: str) -> bool:
@@ -61,11 +61,11 @@ class AdapterStore:
         The scheduler lets no more different ones be in use than there is room for.
         """
         with self._lock:
+            self._pins = self._pins.newest(use.pins)
             adapter = self._loaded.get(use.digest)
             if adapter is None:
                 self._make_room()
                 adapter = self._loaded[use.digest] = self._load(use)
-            adapter.is_pinned = use.is_pinned
             self._loaded.move_to_end(use.digest)
             adapter.num_leases += 1
             return adapter
@@ -82,8 +82,8 @@ class AdapterStore:
                     "RESOURCE_EXHAUSTED",
                     f"{len(self._loaded)} adapters are in use, --max-cpu-loras is {self._max_loaded}",
                 )
-            # One that was pinned and that the engine has forgotten may be what is left.
-            del self._loaded[min(unused, key=lambda digest: self._loaded[digest].is_pinned)]
+            # Adapters that were pinned since they came here may be all that is left.
+            del self._loaded[min(unused, key=self._pins.digests.__contains__)]
 
 
 @torch.inference_mode()
@@ -128,7 +128,7 @@ def load_adapter(
             parts[target.index] = target.pack(
                 down[:, target.part.inputs], up[target.part.outputs], weight.scale
             )
-    return LoadedAdapter(use.digest, use.is_pinned, found)
+    return LoadedAdapter(use.digest, found)
 
 
 def _tensor(content: bytes, files: AdapterFiles, entry: HeaderEntry) -> Tensor:

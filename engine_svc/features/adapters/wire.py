@@ -13,7 +13,7 @@ from engine_svc.admin.served_engine import CallContext, Role, UtilityCall
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext, Parsed, WireFeature
 from engine_svc.features.adapters.checkpoint import AdapterError, AdapterFiles, check_adapter, module_shapes
-from engine_svc.features.adapters.extras import AdapterUse
+from engine_svc.features.adapters.extras import AdapterUse, Pins
 from engine_svc.features.adapters.options import folders_in, folders_of
 from triptych.engine.v1 import add_pb2, session_pb2, utility_pb2
 from triptych_kit.config import ConfigError
@@ -48,12 +48,14 @@ class ServedAdapters(WireFeature):
         self._lora_dir = None if config.lora_dir is None else Path(config.lora_dir).resolve()
         self._lock = asyncio.Lock()
         self._pinned: set[str] = set()  # names
+        self._pins = Pins()
         self._recent: OrderedDict[str, None] = OrderedDict()  # digests of the last requests, the newest last
         role = Role.FRONTEND if config.allow_runtime_lora else Role.ADMIN
         self.utilities = (
             UtilityCall("add_adapter", role, self._add),
             UtilityCall("remove_adapter", role, self._remove),
             UtilityCall("pin_adapter", role, self._pin),
+            UtilityCall("unpin_adapter", role, self._unpin),
             UtilityCall("list_adapters", Role.FRONTEND, self._list),
         )
         self._known: dict[str, AdapterFiles] = {}
@@ -96,7 +98,7 @@ class ServedAdapters(WireFeature):
         self._recent.move_to_end(files.digest)
         while len(self._recent) > self._max_loaded:
             self._recent.popitem(last=False)
-        use = AdapterUse(name, str(files.folder), files.digest, is_pinned=name in self._pinned)
+        use = AdapterUse(name, str(files.folder), files.digest, self._pins)
         return Parsed(use, cache_keys=(use.cache_key,))
 
     async def _add(self, context: CallContext, call: utility_pb2.UtilityCall) -> utility_pb2.UtilityResult:
@@ -128,6 +130,7 @@ class ServedAdapters(WireFeature):
                 )
             self._known[asked.name] = files
             self._broken.pop(asked.name, None)
+            self._note_pins()
         context.engine.announce_again()
         return self._described([asked.name])
 
@@ -137,6 +140,7 @@ class ServedAdapters(WireFeature):
         self._check_known(name)
         del self._known[name]
         self._pinned.discard(name)
+        self._note_pins()
         context.engine.announce_again()
         return utility_pb2.UtilityResult(done=utility_pb2.UtilityDone())
 
@@ -150,6 +154,15 @@ class ServedAdapters(WireFeature):
                 "less --max-loras"
             )
         self._pinned.add(name)
+        self._note_pins()
+        return self._described([name])
+
+    async def _unpin(self, context: CallContext, call: utility_pb2.UtilityCall) -> utility_pb2.UtilityResult:
+        """Let an adapter leave memory again, from the next request on."""
+        name = call.unpin_adapter.name
+        self._check_known(name)
+        self._pinned.discard(name)
+        self._note_pins()
         return self._described([name])
 
     async def _list(self, context: CallContext, call: utility_pb2.UtilityCall) -> utility_pb2.UtilityResult:
@@ -168,6 +181,11 @@ class ServedAdapters(WireFeature):
             for files in (self._known[name],)
         ]
         return utility_pb2.UtilityResult(adapters=utility_pb2.LoadedAdapters(adapters=adapters))
+
+    def _note_pins(self) -> None:
+        """What is pinned has changed, or the content of a name."""
+        digests = {self._known[name].digest for name in self._pinned}
+        self._pins = Pins(self._pins.version + 1, tuple(sorted(digests)))
 
     def _check_known(self, name: str) -> None:
         if name not in self._known:

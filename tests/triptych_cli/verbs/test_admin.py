@@ -91,6 +91,7 @@ async def listening() -> AsyncIterator[Listener]:
         ),
         (["unload-adapter", "cook"], {"remove_adapter": {"name": "cook"}}),
         (["pin-adapter", "cook"], {"pin_adapter": {"name": "cook"}}),
+        (["unpin-adapter", "cook"], {"unpin_adapter": {"name": "cook"}}),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )

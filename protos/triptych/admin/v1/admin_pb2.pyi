@@ -272,6 +272,18 @@ class PinAdapterResponse(_message.Message):
     adapter: _utility_pb2.LoadedAdapter
     def __init__(self, adapter: _Optional[_Union[_utility_pb2.LoadedAdapter, _Mapping]] = ...) -> None: ...
 
+class UnpinAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnpinAdapterResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: _utility_pb2.LoadedAdapter
+    def __init__(self, adapter: _Optional[_Union[_utility_pb2.LoadedAdapter, _Mapping]] = ...) -> None: ...
+
 class PinRequest(_message.Message):
     __slots__ = ("token_ids", "ttl_s", "job_id", "cache_salt", "adapter")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]

@@ -96,6 +96,11 @@ class AdminServiceStub:
                 request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.PinAdapterRequest.SerializeToString,
                 response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.PinAdapterResponse.FromString,
                 _registered_method=True)
+        self.UnpinAdapter = channel.unary_unary(
+                '/triptych.admin.v1.AdminService/UnpinAdapter',
+                request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.UnpinAdapterRequest.SerializeToString,
+                response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.UnpinAdapterResponse.FromString,
+                _registered_method=True)
         self.Pin = channel.unary_unary(
                 '/triptych.admin.v1.AdminService/Pin',
                 request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.PinRequest.SerializeToString,
@@ -204,6 +209,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UnpinAdapter(self, request, context):
+        """UnpinAdapter lets a pinned adapter be evicted again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Pin(self, request, context):
         """Pin promises not to evict the blocks of a sequence before a time.
         Not served yet.
@@ -290,6 +302,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.PinAdapter,
                     request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.PinAdapterRequest.FromString,
                     response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.PinAdapterResponse.SerializeToString,
+            ),
+            'UnpinAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinAdapter,
+                    request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.UnpinAdapterRequest.FromString,
+                    response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.UnpinAdapterResponse.SerializeToString,
             ),
             'Pin': grpc.unary_unary_rpc_method_handler(
                     servicer.Pin,
@@ -633,6 +650,33 @@ class AdminService:
             '/triptych.admin.v1.AdminService/PinAdapter',
             triptych_dot_admin_dot_v1_dot_admin__pb2.PinAdapterRequest.SerializeToString,
             triptych_dot_admin_dot_v1_dot_admin__pb2.PinAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpinAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.admin.v1.AdminService/UnpinAdapter',
+            triptych_dot_admin_dot_v1_dot_admin__pb2.UnpinAdapterRequest.SerializeToString,
+            triptych_dot_admin_dot_v1_dot_admin__pb2.UnpinAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,7 +22,7 @@ PAUSE_MODE_WAIT: PauseMode
 PAUSE_MODE_KEEP: PauseMode
 
 class UtilityCall(_message.Message):
-    __slots__ = ("call_id", "timeout_ms", "get_supported_tasks", "pause", "resume", "is_paused", "sleep", "wake", "is_sleeping", "reset_prefix_cache", "reset_multimodal_cache", "reset_encoder_cache", "add_adapter", "remove_adapter", "list_adapters", "pin_adapter", "profile", "execute_dummy_batch", "collective", "get_weight_version", "set_weight_version", "update_weights", "get_config", "get_statistics", "save_sharded_state", "flush_pins")
+    __slots__ = ("call_id", "timeout_ms", "get_supported_tasks", "pause", "resume", "is_paused", "sleep", "wake", "is_sleeping", "reset_prefix_cache", "reset_multimodal_cache", "reset_encoder_cache", "add_adapter", "remove_adapter", "list_adapters", "pin_adapter", "profile", "execute_dummy_batch", "collective", "get_weight_version", "set_weight_version", "update_weights", "get_config", "get_statistics", "save_sharded_state", "flush_pins", "unpin_adapter")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     GET_SUPPORTED_TASKS_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class UtilityCall(_message.Message):
     GET_STATISTICS_FIELD_NUMBER: _ClassVar[int]
     SAVE_SHARDED_STATE_FIELD_NUMBER: _ClassVar[int]
     FLUSH_PINS_FIELD_NUMBER: _ClassVar[int]
+    UNPIN_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     timeout_ms: int
     get_supported_tasks: GetSupportedTasksCall
@@ -75,7 +76,8 @@ class UtilityCall(_message.Message):
     get_statistics: GetStatisticsCall
     save_sharded_state: SaveShardedStateCall
     flush_pins: FlushPinsCall
-    def __init__(self, call_id: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., get_supported_tasks: _Optional[_Union[GetSupportedTasksCall, _Mapping]] = ..., pause: _Optional[_Union[PauseCall, _Mapping]] = ..., resume: _Optional[_Union[ResumeCall, _Mapping]] = ..., is_paused: _Optional[_Union[IsPausedCall, _Mapping]] = ..., sleep: _Optional[_Union[SleepCall, _Mapping]] = ..., wake: _Optional[_Union[WakeCall, _Mapping]] = ..., is_sleeping: _Optional[_Union[IsSleepingCall, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[ResetPrefixCacheCall, _Mapping]] = ..., reset_multimodal_cache: _Optional[_Union[ResetMultimodalCacheCall, _Mapping]] = ..., reset_encoder_cache: _Optional[_Union[ResetEncoderCacheCall, _Mapping]] = ..., add_adapter: _Optional[_Union[AddAdapterCall, _Mapping]] = ..., remove_adapter: _Optional[_Union[RemoveAdapterCall, _Mapping]] = ..., list_adapters: _Optional[_Union[ListAdaptersCall, _Mapping]] = ..., pin_adapter: _Optional[_Union[PinAdapterCall, _Mapping]] = ..., profile: _Optional[_Union[ProfileCall, _Mapping]] = ..., execute_dummy_batch: _Optional[_Union[ExecuteDummyBatchCall, _Mapping]] = ..., collective: _Optional[_Union[CollectiveCall, _Mapping]] = ..., get_weight_version: _Optional[_Union[GetWeightVersionCall, _Mapping]] = ..., set_weight_version: _Optional[_Union[SetWeightVersionCall, _Mapping]] = ..., update_weights: _Optional[_Union[UpdateWeightsCall, _Mapping]] = ..., get_config: _Optional[_Union[GetConfigCall, _Mapping]] = ..., get_statistics: _Optional[_Union[GetStatisticsCall, _Mapping]] = ..., save_sharded_state: _Optional[_Union[SaveShardedStateCall, _Mapping]] = ..., flush_pins: _Optional[_Union[FlushPinsCall, _Mapping]] = ...) -> None: ...
+    unpin_adapter: UnpinAdapterCall
+    def __init__(self, call_id: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., get_supported_tasks: _Optional[_Union[GetSupportedTasksCall, _Mapping]] = ..., pause: _Optional[_Union[PauseCall, _Mapping]] = ..., resume: _Optional[_Union[ResumeCall, _Mapping]] = ..., is_paused: _Optional[_Union[IsPausedCall, _Mapping]] = ..., sleep: _Optional[_Union[SleepCall, _Mapping]] = ..., wake: _Optional[_Union[WakeCall, _Mapping]] = ..., is_sleeping: _Optional[_Union[IsSleepingCall, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[ResetPrefixCacheCall, _Mapping]] = ..., reset_multimodal_cache: _Optional[_Union[ResetMultimodalCacheCall, _Mapping]] = ..., reset_encoder_cache: _Optional[_Union[ResetEncoderCacheCall, _Mapping]] = ..., add_adapter: _Optional[_Union[AddAdapterCall, _Mapping]] = ..., remove_adapter: _Optional[_Union[RemoveAdapterCall, _Mapping]] = ..., list_adapters: _Optional[_Union[ListAdaptersCall, _Mapping]] = ..., pin_adapter: _Optional[_Union[PinAdapterCall, _Mapping]] = ..., profile: _Optional[_Union[ProfileCall, _Mapping]] = ..., execute_dummy_batch: _Optional[_Union[ExecuteDummyBatchCall, _Mapping]] = ..., collective: _Optional[_Union[CollectiveCall, _Mapping]] = ..., get_weight_version: _Optional[_Union[GetWeightVersionCall, _Mapping]] = ..., set_weight_version: _Optional[_Union[SetWeightVersionCall, _Mapping]] = ..., update_weights: _Optional[_Union[UpdateWeightsCall, _Mapping]] = ..., get_config: _Optional[_Union[GetConfigCall, _Mapping]] = ..., get_statistics: _Optional[_Union[GetStatisticsCall, _Mapping]] = ..., save_sharded_state: _Optional[_Union[SaveShardedStateCall, _Mapping]] = ..., flush_pins: _Optional[_Union[FlushPinsCall, _Mapping]] = ..., unpin_adapter: _Optional[_Union[UnpinAdapterCall, _Mapping]] = ...) -> None: ...
 
 class UtilityResult(_message.Message):
     __slots__ = ("call_id", "failure", "done", "supported_tasks", "is_paused", "is_sleeping", "adapters", "weight_version", "config", "statistics", "collective", "reset_prefix_cache")
@@ -184,6 +186,12 @@ class ListAdaptersCall(_message.Message):
     def __init__(self) -> None: ...
 
 class PinAdapterCall(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnpinAdapterCall(_message.Message):
     __slots__ = ("name",)
     NAME_FIELD_NUMBER: _ClassVar[int]
     name: str

@@ -7,7 +7,7 @@ import pytest
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.request import Request
-from engine_svc.features.adapters.extras import AdapterUse
+from engine_svc.features.adapters.extras import AdapterUse, Pins
 from engine_svc.features.adapters.scheduler import (
     MAX_OVERTAKING,
     MAX_OVERTAKING_OF_LOADING,
@@ -19,6 +19,8 @@ from engine_svc.scheduler.feature import SchedulerContext
 from tests.engine_svc.scheduler.fakes import Stage, request
 from triptych_kit.clock import FakeClock
 from triptych_kit.telemetry.metrics import Metrics
+
+NO_PINS = Pins()
 
 
 def limits(max_adapters: int, max_loaded: int = 1000, metrics: Metrics | None = None) -> AdapterLimits:
@@ -32,10 +34,12 @@ def limits(max_adapters: int, max_loaded: int = 1000, metrics: Metrics | None = 
     return AdapterLimits(max_adapters, max_loaded, context)
 
 
-def with_adapter(number: int, adapter: str, max_tokens: int = 3, *, is_prepared: bool = True) -> Request:
+def with_adapter(
+    number: int, adapter: str, max_tokens: int = 3, *, is_prepared: bool = True, pins: Pins = NO_PINS
+) -> Request:
     made = request(f"r{number}", 4, max_tokens=max_tokens, arrival_at=number)
     if adapter:
-        use = AdapterUse(adapter, f"/{adapter}", adapter)
+        use = AdapterUse(adapter, f"/{adapter}", adapter, pins)
         made.extra_keys = (use.cache_key,)
         if not is_prepared:
             made.extras[AdapterUse] = use
@@ -142,6 +146,16 @@ def test_adapters_are_loaded_in_order_while_there_is_room_in_memory(ranks):
     assert ranks.ids == ["r0", "r1", "r2", "r3"]
     stage.add(with_adapter(6, "e", is_prepared=False))
     assert ranks.ids[-1] == "r6"
+
+
+def test_an_adapter_whose_pin_has_ended_takes_no_room_that_others_wait_for(ranks):
+    stage, preparations = loading_stage(ranks, max_adapters=1, max_loaded=2)
+    for number, name in enumerate("abcd"):
+        pins = Pins(number + 1, (name,))
+        stage.add(with_adapter(number, name, is_prepared=False, pins=pins))
+        settle(stage, preparations, ranks)
+        stage.scheduler.abort([f"r{number}"], now=1.0)
+    assert ranks.ids == ["r0", "r1", "r2", "r3"]
 
 
 def test_the_names_of_running_and_waiting_adapters_are_measured(ranks):

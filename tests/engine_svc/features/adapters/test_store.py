@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from engine_svc.core.errors import RequestFailed
-from engine_svc.features.adapters.extras import AdapterUse
+from engine_svc.features.adapters.extras import AdapterUse, Pins
 from engine_svc.features.adapters.store import AdapterStore, LoadedAdapter
 
+NO_PINS = Pins()
 
-def use_of(name: str, *, is_pinned: bool = False) -> AdapterUse:
-    return AdapterUse(name, f"/{name}", name, is_pinned)
+
+def use_of(name: str, pins: Pins = NO_PINS) -> AdapterUse:
+    return AdapterUse(name, f"/{name}", name, pins)
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def store(loads) -> AdapterStore:
         loads.append(use.name)
         if use.name == "broken":
             raise RequestFailed("INVALID_ARGUMENT", "it is broken")
-        return LoadedAdapter(use.digest, use.is_pinned, [])
+        return LoadedAdapter(use.digest, [])
 
     return AdapterStore(2, load)
 
@@ -49,13 +51,23 @@ def test_one_with_a_lease_stays_and_more_leases_than_room_are_refused(store):
 
 
 def test_a_pinned_one_stays_until_nothing_else_can_give_way(store, loads):
-    store.give_back(store.lease(use_of("a", is_pinned=True)))
+    pins = Pins(1, ("a",))
+    store.give_back(store.lease(use_of("a", pins)))
     for name in ("b", "c", "d"):
-        store.give_back(store.lease(use_of(name)))
+        store.give_back(store.lease(use_of(name, pins)))
     assert "a" in store
-    held = store.lease(use_of("b"))
-    store.lease(use_of("c"))
+    held = store.lease(use_of("b", pins))
+    store.lease(use_of("c", pins))
     assert "a" not in store and held.digest == "b"
+
+
+def test_one_that_is_pinned_no_longer_gives_way_in_its_turn(store):
+    store.give_back(store.lease(use_of("a", Pins(1, ("a",)))))
+    store.give_back(store.lease(use_of("b", Pins(2, ()))))
+    # Prepared late: it came before the pin ended.
+    store.give_back(store.lease(use_of("b", Pins(1, ("a",)))))
+    store.give_back(store.lease(use_of("c", Pins(2, ()))))
+    assert "a" not in store
 
 
 def test_one_that_cannot_be_loaded_takes_no_room(store):
