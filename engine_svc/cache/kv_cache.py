@@ -399,8 +399,9 @@ class KVCache:
         else:
             parent = self.hasher.root(request.cache_salt, request.extra_keys)
         token_ids = request.token_ids[first * block_size : end * block_size]
+        stored = StoredBlocks(hashes, parent, token_ids, block_size, group, request.variant)
         for observer in self.pool.observers:
-            observer.on_store(StoredBlocks(hashes, parent, token_ids, block_size, group))
+            observer.on_store(stored)
 
 
 def _held(block_ids: Iterable[int]) -> list[int]:

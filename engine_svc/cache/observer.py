@@ -16,6 +16,7 @@ class StoredBlocks:
     token_ids: list[int]
     block_size: int
     group: int  # index of the group of layers
+    variant: str = ""  # of the model, that has computed them
 
 
 class CacheObserver(Protocol):

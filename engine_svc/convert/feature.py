@@ -54,6 +54,7 @@ class Parsed:
     token_ids: list[int] | None = None  # of the prompt
     spans: tuple[ContentSpan, ...] = ()  # positions whose KV depends on more than token ids
     cache_keys: tuple[str, ...] = ()  # what else all of its KV depends on
+    variant: str = ""  # of the model, by its public name; see Request
     skips_reading_prefix_cache: bool = False
 
 

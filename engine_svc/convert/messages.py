@@ -118,6 +118,7 @@ def to_request(
         arrival_at=now - entry.age_ms / 1000,
         cache_salt=cache_salt,
         extra_keys=context.cache_keys,
+        variant=next((one.variant for one in parsed if one.variant), ""),
         spans=context.spans,
         samples=samples,
         extras={type(one.extra): one.extra for one in parsed},
@@ -259,4 +260,5 @@ def _kv_stored(stored: StoredBlocks) -> kv_pb2.KvBlockStored:
         token_ids=pack(array("I", stored.token_ids)),
         block_size=stored.block_size,
         group=stored.group,
+        adapter=stored.variant,
     )

@@ -124,6 +124,7 @@ class Request:
     arrival_at: float = 0.0
     cache_salt: str = ""  # cached blocks are shared only between requests with the same salt
     extra_keys: tuple[str, ...] = ()  # what else all of its KV depends on, e.g. changes to the weights
+    variant: str = ""  # of the model, by a public name, for those that follow the cache; "": the plain one
     spans: tuple[ContentSpan, ...] = ()  # in order of their start
     num_encoder_tokens: int = 0  # that cross-attention reads; 0 = none
     samples: bool = True  # False: it ends when its prompt is computed, without a token

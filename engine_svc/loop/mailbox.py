@@ -274,7 +274,7 @@ def part_of(stored: StoredBlocks, first: int, end: int) -> StoredBlocks:
         return stored
     parent_hash = hashes[first - 1] if first else stored.parent_hash
     token_ids = stored.token_ids[first * size : end * size]
-    return StoredBlocks(hashes[first:end], parent_hash, token_ids, size, stored.group)
+    return StoredBlocks(hashes[first:end], parent_hash, token_ids, size, stored.group, stored.variant)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,6 @@ SERVERS = {
 # Refused by name, by code that reads them for that.
 REFUSED = {"ChatPart.media", "PoolingParams.late_interaction_key"}
 REFUSED |= {"Tensor.remote"}
-# Others of the same name are served.
-REFUSED |= {"KvBlockStored.adapter"}
 Files = list[descriptor_pb2.FileDescriptorProto]
 
 

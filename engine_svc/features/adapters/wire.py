@@ -99,7 +99,7 @@ class ServedAdapters(WireFeature):
         while len(self._recent) > self._max_loaded:
             self._recent.popitem(last=False)
         use = AdapterUse(name, str(files.folder), files.digest, self._pins)
-        return Parsed(use, cache_keys=(use.cache_key,))
+        return Parsed(use, cache_keys=(use.cache_key,), variant=name)
 
     async def _add(self, context: CallContext, call: utility_pb2.UtilityCall) -> utility_pb2.UtilityResult:
         """Check an adapter's files, and serve it from now on."""

@@ -25,6 +25,15 @@ def test_54_caching_three_blocks_is_one_event_with_three_hashes_and_48_tokens():
     assert log.take() == [("allocate", [1, 2, 3, 4]), ("store", stored)]
 
 
+def test_54_stored_blocks_name_the_variant_that_has_computed_them():
+    log = EventLog()
+    small = SmallCache(11, observers=(log,))
+    first = request("a", tokens(16))
+    first.variant = "cook"
+    small.admitted(first)
+    assert [stored.variant for stored in _stores(log)] == ["cook"]
+
+
 def test_54_caching_other_content_in_their_place_is_three_removed_and_one_stored():
     log = EventLog()
     small = SmallCache(4, observers=(log,))

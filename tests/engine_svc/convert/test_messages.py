@@ -355,7 +355,7 @@ def test_a_stop_says_whose_token_it_was(stop_token_id, asked_for, kind):
 
 
 def test_a_batch_of_the_prefix_cache_keeps_order_groups_and_place():
-    run = StoredBlocks([b"a" * 32, b"b" * 32], b"r" * 32, [1, 2, 3, 70_000], 2, 1)
+    run = StoredBlocks([b"a" * 32, b"b" * 32], b"r" * 32, [1, 2, 3, 70_000], 2, 1, "cook")
     batch = KVEventBatch(9, [run, RemovedBlocks([b"c" * 32], 2), AllBlocksRemoved()], 3)
     message = messages.to_kv_batch(batch, 7)
     assert message.cursor == kv_pb2.KvCursor(engine_epoch=7, seq=9)
@@ -366,6 +366,7 @@ def test_a_batch_of_the_prefix_cache_keeps_order_groups_and_place():
         token_ids=column([1, 2, 3, 70_000]),
         block_size=2,
         group=1,
+        adapter="cook",
     )
     assert removed.removed == kv_pb2.KvBlockRemoved(block_hashes=[b"c" * 32], group=2)
     assert cleared.WhichOneof("event") == "cleared"

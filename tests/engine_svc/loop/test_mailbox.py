@@ -241,6 +241,11 @@ def test_a_snapshot_holds_single_blocks_with_their_own_tokens_and_parents():
     assert [block.block_hashes for block in log.open_with_snapshot(lambda: None)[1]] == [[b"d"]]
 
 
+def test_a_part_of_a_run_has_the_variant_of_the_run():
+    run = StoredBlocks([b"a", b"b"], b"root", [1, 2], 1, 0, "cook")
+    assert part_of(run, 1, 2) == StoredBlocks([b"b"], b"a", [2], 1, 0, "cook")
+
+
 def test_a_part_of_a_run_continues_the_run():
     run = stored(b"a", b"b", b"c")
     assert part_of(run, 0, 3) is run

@@ -48,6 +48,12 @@ async def called(
     return list(result.adapters.adapters)
 
 
+def test_blocks_of_a_request_have_the_name_of_its_adapter(adapters):
+    found = parsed(adapters, "cook")
+    assert found.variant == "cook"
+    assert found.cache_keys == (found.extra.cache_key,)
+
+
 async def test_a_pin_ends_and_makes_room_for_another(adapters):
     (cook,) = await called(adapters, pin_adapter={"name": "cook"})
     assert cook.pinned
