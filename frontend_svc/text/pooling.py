@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
@@ -29,8 +30,10 @@ _ITEM_BYTES = {
     tensor_pb2.D_TYPE_FP16: 2,
     tensor_pb2.D_TYPE_BF16: 2,
 }
-# Prompts of one request that are tokenized concurrently; more would delay other requests.
-_TOKENIZED_AT_ONCE = 8
+# Texts of one request that are tokenized in one task, as far as their characters go, and tasks that run
+# concurrently; more would delay other requests.
+_TEXTS_OF_A_TASK, _CHARS_OF_A_TASK = 128, 8192
+_TASKS_AT_ONCE = 4
 
 
 def supports_pooling(model: ServedModel) -> bool:
@@ -118,23 +121,44 @@ async def tokenize_inputs(
     may_be_long: whether a text is cut later.
     """
 
-    async def ids_of(index: int, entry: embedding_pb2.PoolingInput) -> list[int]:
-        if entry.WhichOneof("input") == "token_ids":
-            return list(entry.token_ids.ids[:num_kept])
-        entry_field = f"{field}[{index}].prompt"
-        if num_kept is None and not may_be_long:
-            check_fits(entry_field, entry.prompt, model)
-        check_text(entry_field, entry.prompt, model)
-        ids = await model.tokenizer.encode(
-            entry.prompt, add_special_tokens=add_special_tokens, field=entry_field
-        )
-        return truncated(ids, num_kept, model.tokenizer.num_special_behind if add_special_tokens else 0)
-
     token_ids: list[list[int]] = []
-    for start in range(0, len(inputs), _TOKENIZED_AT_ONCE):
-        part = inputs[start : start + _TOKENIZED_AT_ONCE]
-        token_ids += await asyncio.gather(*(ids_of(start + index, entry) for index, entry in enumerate(part)))
+    texts: dict[str, str] = {}
+    for index, entry in enumerate(inputs):
+        if entry.WhichOneof("input") == "token_ids":
+            token_ids.append(list(entry.token_ids.ids[:num_kept]))
+            continue
+        entry_field, text = f"{field}[{index}].prompt", entry.prompt
+        if num_kept is None and not may_be_long:
+            check_fits(entry_field, text, model)
+        check_text(entry_field, text, model)
+        token_ids.append([])
+        texts[entry_field] = text
+    encode = partial(model.tokenizer.encode_all, add_special_tokens=add_special_tokens)
+    tasks = _tasks_of(texts)
+    encoded: list[list[int]] = []
+    for start in range(0, len(tasks), _TASKS_AT_ONCE):
+        for part in await asyncio.gather(*map(encode, tasks[start : start + _TASKS_AT_ONCE])):
+            encoded += part
+    num_special_behind = model.tokenizer.num_special_behind if add_special_tokens else 0
+    ids_of_texts = iter(encoded)
+    for index, entry in enumerate(inputs):
+        if entry.WhichOneof("input") == "prompt":
+            token_ids[index] = truncated(next(ids_of_texts), num_kept, num_special_behind)
     return token_ids
+
+
+def _tasks_of(texts: Mapping[str, str]) -> list[dict[str, str]]:
+    """Texts by their fields, divided in order into tasks for the text workers."""
+    tasks: list[dict[str, str]] = []
+    num_chars = 0
+    for field, text in texts.items():
+        exceeds = num_chars + len(text) > _CHARS_OF_A_TASK
+        if not tasks or exceeds or len(tasks[-1]) == _TEXTS_OF_A_TASK:
+            tasks.append({})
+            num_chars = 0
+        tasks[-1][field] = text
+        num_chars += len(text)
+    return tasks
 
 
 def truncated(token_ids: list[int], num_kept: int | None, num_special_behind: int) -> list[int]:

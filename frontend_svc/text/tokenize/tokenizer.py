@@ -68,6 +68,10 @@ class ModelTokenizer:
             self._files, text, add_special_tokens=add_special_tokens, field=field
         )
 
+    async def encode_all(self, texts: Mapping[str, str], *, add_special_tokens: bool) -> list[list[int]]:
+        """The token ids of a few short texts by their fields, which errors name."""
+        return await self._workers.encode_all(self._files, texts, add_special_tokens=add_special_tokens)
+
     async def encode_with_offsets(
         self, text: str, *, add_special_tokens: bool, field: str = "text"
     ) -> Encoded:

@@ -43,6 +43,13 @@ class Frame:
             raise FrameError(f"the header's {name} is not a number")
         return value
 
+    def numbers(self, name: str) -> list[int]:
+        """The whole numbers `name` of the header. Raises FrameError."""
+        value = self.header.get(name)
+        if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
+            raise FrameError(f"the header's {name} are not whole numbers")
+        return value
+
     def is_on(self, name: str) -> bool:
         return self.header.get(name) is True
 

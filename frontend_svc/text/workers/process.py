@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
-from frontend_svc.text.tokenize.id_column import id_column
+from frontend_svc.text.tokenize.id_column import ID_BYTES, id_column
 from frontend_svc.text.tokenize.text_files import TextRefused
 from frontend_svc.text.workers.frames import Frame, FrameReader, pack_head, unpack_numbers
 from triptych_kit.process.setup import die_with_parent, set_title
@@ -169,6 +169,8 @@ def _answer(frame: Frame, loaded: dict[str, LoadedText]) -> tuple[dict[str, obje
     text = loaded[key]
     if verb == "encode":
         return {}, text.encode(frame.body.decode(), add_special_tokens=frame.is_on("add_special_tokens"))
+    if verb == "encode_all":
+        return _encode_all(text, frame)
     if verb == "encode_with_offsets":
         return text.encode_with_offsets(
             frame.body.decode(), add_special_tokens=frame.is_on("add_special_tokens")
@@ -184,6 +186,21 @@ def _answer(frame: Frame, loaded: dict[str, LoadedText]) -> tuple[dict[str, obje
     if verb == "render_and_encode":
         return {"num_text_bytes": len(content)}, content + text.encode_prompt(prompt)
     return {"num_text_bytes": len(content)}, content
+
+
+def _encode_all(text: LoadedText, frame: Frame) -> tuple[dict[str, object], bytes]:
+    fields = frame.header.get("fields")
+    columns, rest = [], frame.body
+    for index, size in enumerate(frame.numbers("sizes")):
+        content, rest = rest[:size], rest[size:]
+        try:
+            columns.append(
+                text.encode(content.decode(), add_special_tokens=frame.is_on("add_special_tokens"))
+            )
+        except TextRefused as error:
+            error.field = str(fields[index]) if isinstance(fields, list) and index < len(fields) else ""
+            raise
+    return {"counts": [len(column) // ID_BYTES for column in columns]}, b"".join(columns)
 
 
 def _check_message(frame: Frame) -> dict[str, object]:

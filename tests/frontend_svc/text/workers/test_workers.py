@@ -90,6 +90,21 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
+async def test_short_texts_of_one_task_get_their_own_tokens(make_workers):
+    workers, raw = make_workers(1, time_limit_s=WAIT_S), byte_level_tokenizer()
+    texts = {f"inputs[{index}]": text for index, text in enumerate(("", *SAMPLES, "a"))}
+    got = await workers.encode_all(files(), texts, add_special_tokens=False)
+    assert got == [raw.encode(text, add_special_tokens=False).ids for text in texts.values()]
+
+
+async def test_a_refused_text_of_several_is_named(make_workers):
+    workers = make_workers(1, time_limit_s=WAIT_S)
+    given = files(tokenizer=Tokenizer(models.WordLevel({"ok": 0}, unk_token="[none]")))
+    with pytest.raises(InvalidArgument) as caught:
+        await workers.encode_all(given, {"inputs[0]": "ok", "inputs[1]": "else"}, add_special_tokens=False)
+    assert [field for field, _ in caught.value.violations] == ["inputs[1]"]
+
+
 @pytest.mark.parametrize("num_processes", [1, 2])
 async def test_a_thousand_texts_at_once_each_get_their_own_tokens_in_order(make_workers, num_processes):
     workers = make_workers(num_processes, time_limit_s=WAIT_S)
