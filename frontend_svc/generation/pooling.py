@@ -31,8 +31,9 @@ from triptych_kit.clock import Clock
 from triptych_kit.errors import Aborted, ServiceError, Unimplemented
 from triptych_kit.telemetry import conventions as names
 
-# Prompts of one request that are in engines at once: enough to fill a batch, and room for other requests.
-_MAX_SENT = 32
+# Prompts of one request that are in engines at once: enough to fill the next batch while one is computed,
+# and room for other requests. As many as the first may be long; short ones are limited by their tokens.
+_MIN_SENT, _MAX_SENT, _MAX_SENT_TOKENS = 32, 512, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,8 @@ class SentPrompt:
 class PooledPrompt:
     """One prompt that runs in an engine or waits for one."""
 
-    def __init__(self, sent: SentPrompt, caller: Caller, migration: Migration) -> None:
+    def __init__(self, sent: SentPrompt, caller: Caller, migration: Migration, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
         self._sent = sent
         self._caller = caller
         self._migration = migration
@@ -290,28 +292,71 @@ class Pooling:
         failover, entry = self._failover, _entry(work, prompt, trace, caller)
         sent = SentPrompt(work.model, entry, caller, trace, failover.clock, arrived_at)
         requirements = EngineRequirements(work.model, _routing(work.params, prompt))
-        return PooledPrompt(sent, caller, Migration(failover, requirements, sent))
+        return PooledPrompt(sent, caller, Migration(failover, requirements, sent), len(prompt.token_ids))
 
     async def _run_all(
         self, prompts: Sequence[PooledPrompt], ticket: Ticket, progress: PoolingProgress
     ) -> list[Pooled]:
-        slots = asyncio.Semaphore(_MAX_SENT)
+        window = _Window()
 
-        async def run_in_turn(prompt: PooledPrompt) -> Pooled:
-            async with slots:
-                with progress.sent(prompt):
-                    pooled = await prompt.run()
+        async def run(prompt: PooledPrompt) -> Pooled:
+            with window.leaving(prompt.num_tokens), progress.sent(prompt):
+                pooled = await prompt.run()
             progress.note(pooled)
             self._admission.leave_queue(ticket)
             return pooled
 
-        tasks = [asyncio.ensure_future(run_in_turn(prompt)) for prompt in prompts]
+        tasks: list[asyncio.Future[Pooled]] = []
         try:
+            for prompt in prompts:
+                await window.room()
+                if window.has_failed:
+                    break
+                window.enter(prompt.num_tokens)
+                tasks.append(asyncio.ensure_future(run(prompt)))
             return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Window:
+    """The prompts of a request that are in engines."""
+
+    def __init__(self) -> None:
+        self.has_failed = False
+        self._num_prompts = self._num_tokens = 0
+        self._left = asyncio.Event()
+
+    async def room(self) -> None:
+        """Wait until there is room for another, or one has failed."""
+        while self._is_full and not self.has_failed:
+            self._left.clear()
+            await self._left.wait()
+
+    def enter(self, num_tokens: int) -> None:
+        self._num_prompts += 1
+        self._num_tokens += num_tokens
+
+    @contextlib.contextmanager
+    def leaving(self, num_tokens: int) -> Iterator[None]:
+        """A prompt that has entered leaves with the end of the block."""
+        try:
+            yield
+        except BaseException:
+            self.has_failed = True
+            raise
+        finally:
+            self._num_prompts -= 1
+            self._num_tokens -= num_tokens
+            self._left.set()
+
+    @property
+    def _is_full(self) -> bool:
+        if self._num_prompts < _MIN_SENT:
+            return False
+        return self._num_prompts >= _MAX_SENT or self._num_tokens >= _MAX_SENT_TOKENS
 
 
 def _routing(params: sampling_pb2.PoolingParams, prompt: PoolingPrompt) -> RoutingRequest:

@@ -142,17 +142,17 @@ async def test_no_id_is_refused_by_field():
 
 async def test_an_aborted_pooling_request_ends_with_aborted_and_sends_no_more():
     engine = FakeEngine(supported_tasks=("embed",))
-    inputs = [embedding_pb2.PoolingInput(prompt="the cat") for _ in range(40)]
+    inputs = [embedding_pb2.PoolingInput(prompt="the cat") for _ in range(600)]
     async with serving(engine) as (client, frontend):
         asked = embedding_pb2.EmbedRequest(inputs=inputs, request_id="mine")
         call = client.embedding.Embed(asked, timeout=WAIT_S)
         waiting = asyncio.ensure_future(call.code())
-        requests = list(await engine.wait_for_requests(32))
+        requests = list(await engine.wait_for_requests(512))
         status = await get(client, "mine")
         assert await abort(client, "mine") == QUEUED
         assert await waiting is grpc.StatusCode.ABORTED
         await engine.wait(lambda: all(one.abort_reason is not None for one in requests))
         assert frontend.requests.draining.num_open == 0
-    assert len(engine.requests) == 32
-    assert status.usage.num_prompt_tokens == 40 * len(TOKENIZER.encode("the cat").ids)
+    assert len(engine.requests) == 512
+    assert status.usage.num_prompt_tokens == 600 * len(TOKENIZER.encode("the cat").ids)
     assert (status.state, status.engine_id, status.num_attempts) == (QUEUED, "engine-0", 1)
