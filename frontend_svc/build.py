@@ -74,6 +74,7 @@ from triptych.api.v1 import (
 )
 from triptych_kit.addresses import is_loopback, join_address, listen_at, loopback_of, port_in
 from triptych_kit.admin import AdminServicer
+from triptych_kit.call_turns import CallTurns
 from triptych_kit.channel import ChannelCredentials
 from triptych_kit.clock import Clock, MonotonicClock
 from triptych_kit.http.admin_http import AdminHTTP
@@ -151,7 +152,7 @@ def build_frontend(
         )
 
     pages = _admin_pages(answers, metrics, state_page, history, about)
-    calls = HTTPCalls(metrics)
+    calls, turns = HTTPCalls(metrics), CallTurns(clock)
     http: HTTPListener | None = None
     if config.http_port is not None:
         http = _http_listener(
@@ -165,10 +166,11 @@ def build_frontend(
             text_workers,
             lambda: frontend.address,
             calls,
+            turns,
         )
     servers = Servers(
         lifecycle,
-        _public_server(config, api, security, text_workers),
+        _public_server(config, api, security, text_workers, turns),
         _admin_server(config, lambda: frontend.status(), engines.failover.poison, lifecycle, security),
         _admin_http(config, pages, security),
         http,
@@ -319,7 +321,11 @@ def _public_api(answers: Answers, requests: RequestParts) -> PublicAPI:
 
 
 def _public_server(
-    config: FrontendConfig, api: PublicAPI, security: ListenerSecurity, text_workers: TextWorkers
+    config: FrontendConfig,
+    api: PublicAPI,
+    security: ListenerSecurity,
+    text_workers: TextWorkers,
+    turns: CallTurns,
 ) -> Server:
     add = functools.partial
     return Server(
@@ -354,6 +360,7 @@ def _public_server(
         reflection=config.reflection,
         check_large=text_workers.check_message,
         security=security,
+        turns=turns,
     )
 
 
@@ -421,6 +428,7 @@ def _http_listener(
     text_workers: TextWorkers,
     address_of: Callable[[], str],
     calls: HTTPCalls,
+    turns: CallTurns,
 ) -> HTTPListener:
     pages = None
     # Of several workers behind one port, each has metrics of its own: the admin HTTP listener adds them up.
@@ -453,6 +461,7 @@ def _http_listener(
         is_ready=lambda: directory.is_ready and lifecycle.state is not ServiceState.DRAINING,
         heartbeat_s=config.http_heartbeat_s,
         authenticator=security.authenticator,
+        turns=turns,
         bodies=BodyReader(text_workers.check_json, takes_unknown=config.http_unknown_fields == "ignore"),
         calls=calls,
         grpc_port=lambda: port_in(address_of()),

@@ -26,6 +26,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
 from triptych_kit.addresses import host_of_peer
+from triptych_kit.call_turns import CallTurns
 from triptych_kit.errors import (
     Internal,
     InvalidArgument,
@@ -77,18 +78,19 @@ def server_interceptors(
     authenticator: Authenticator | None = None,
     note_call: Callable[[str], None] | None = None,
     note_known: Callable[[str], None] | None = None,
+    turns: CallTurns | None = None,
 ) -> list[grpc.aio.ServerInterceptor[Any, Any]]:
     """The interceptors of all our servers.
 
     `service` is its name in access log lines. `calls` gets the open calls, except those of health and
     reflection. With `limits` requests are checked as bytes, those above 64 KiB by `check_large`. Without an
     `authenticator` everyone may call everything. `note_call` is called with the peer of each call, and
-    `note_known` with each peer that has shown valid credentials.
+    `note_known` with each peer that has shown valid credentials. Calls of several accounts begin in `turns`.
     """
     calls = OpenCalls() if calls is None else calls
     decoder = functools.partial(_decoder, limits, check_large)
     authenticator = authenticator or Authenticator(None, verifies_certificates=False)
-    return [_CallInterceptor(service, calls, decoder, authenticator, note_call, note_known)]
+    return [_CallInterceptor(service, calls, decoder, authenticator, note_call, note_known, turns)]
 
 
 @dataclass(slots=True)
@@ -123,7 +125,9 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         authenticator: Authenticator,
         note_call: Callable[[str], None] | None,
         note_known: Callable[[str], None] | None,
+        turns: CallTurns | None,
     ) -> None:
+        self._turns = turns
         self._note_call, self._note_known = note_call, note_known
         self._service = service
         self._calls = calls
@@ -154,6 +158,7 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
             self._authenticator,
             self._note_call,
             self._note_known,
+            None if is_quiet else self._turns,
         )
 
     def _collect_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
@@ -179,6 +184,7 @@ def _guarded_handler(
     authenticator: Authenticator,
     note_call: Callable[[str], None] | None,
     note_known: Callable[[str], None] | None,
+    turns: CallTurns | None,
 ) -> Any:
     method: str = details.method
     metadata = {key: value for key, value in details.invocation_metadata or () if isinstance(value, str)}
@@ -220,6 +226,8 @@ def _guarded_handler(
                 if handler.request_streaming:
                     await _read_out(request)
                 raise
+            if turns is not None:
+                await turns.begin(call.identity.account, call.identity.weight)
             with calls.opened() as opened:
                 if is_read_late:
                     request = await _only_message(context)

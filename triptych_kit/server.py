@@ -32,6 +32,7 @@ from triptych_kit.addresses import (
     split_address,
     unix_path,
 )
+from triptych_kit.call_turns import CallTurns
 from triptych_kit.errors import InvalidTransition, ServiceError
 from triptych_kit.interceptors import CheckMessage, server_interceptors
 from triptych_kit.limits import ADMIN, INTERNAL, PUBLIC, LimitProfile
@@ -181,7 +182,7 @@ class Server:
 
     listen: host:port or unix:/path.  check_large: checks requests above 64 KiB away from the event loop;
     without it they are checked on it.  security: who may call, and TLS; a unix socket is open to its user.
-    health_names: services that are served elsewhere, whose health is here too.
+    health_names: services that are served elsewhere, whose health is here too.  turns: of calls of accounts.
     """
 
     def __init__(
@@ -195,7 +196,9 @@ class Server:
         check_large: CheckMessage | None = None,
         security: ListenerSecurity = OPEN_LISTENERS,
         health_names: Sequence[str] = (),
+        turns: CallTurns | None = None,
     ) -> None:
+        self._turns = turns
         self._check_large = check_large
         self._security = security
         self._listen = listen
@@ -230,6 +233,7 @@ class Server:
                 authenticator=self._security.authenticator,
                 note_call=self._security.strangers.note_call,
                 note_known=self._security.strangers.note_known,
+                turns=self._turns,
             ),
             options=self._profile.options(),
         )

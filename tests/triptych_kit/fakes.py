@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from triptych_kit.call_turns import CallTurns
 from triptych_kit.channel import open_channel
 from triptych_kit.limits import INTERNAL, LimitProfile
 from triptych_kit.server import Registration, Server
@@ -60,7 +61,11 @@ class FakeService:
 
 @contextlib.asynccontextmanager
 async def serving(
-    registrations: Sequence[Registration], profile: LimitProfile = INTERNAL, *, reflection: bool = True
+    registrations: Sequence[Registration],
+    profile: LimitProfile = INTERNAL,
+    *,
+    reflection: bool = True,
+    turns: CallTurns | None = None,
 ) -> AsyncIterator[tuple[Server, Any]]:
     """A started server and a channel to it.
 
@@ -72,6 +77,7 @@ async def serving(
         profile=profile,
         service="fake",
         reflection=reflection,
+        turns=turns,
     )
     address = await server.start()
     try:

@@ -12,6 +12,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.triptych_kit.fakes import EOF, SERVICE_NAME, FakeService, call_unary, serving
+from triptych_kit.call_turns import CallTurns
+from triptych_kit.clock import FakeClock
 from triptych_kit.errors import FailedPrecondition, from_rpc_error
 from triptych_kit.interceptors import server_interceptors
 from triptych_kit.security.authenticator import Authenticator
@@ -305,6 +307,22 @@ async def test_a_call_that_is_reset_before_its_key_is_known_is_counted_and_logge
             await handler.stream_unary(None, ResetContext(None))
     assert authenticator.refusals.by_reason == {"RESET": 3}
     assert [record.client for record in access_lines(caplog)] == ["192.0.2.1"]
+
+
+async def test_calls_begin_in_turns_and_probes_do_not_wait() -> None:
+    accounts: list[str] = []
+
+    class Turns(CallTurns):
+        async def begin(self, account: str, weight: int) -> None:
+            accounts.append(account)
+
+    async def unary(request: bytes, context: Any) -> bytes:
+        return request
+
+    async with serving([FakeService(unary=unary).register()], turns=Turns(FakeClock())) as (_, channel):
+        await call_unary(channel)
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    assert accounts == [""]
 
 
 async def test_streams_in_both_directions_pass_through() -> None:

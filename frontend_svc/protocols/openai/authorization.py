@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from frontend_svc.protocols.openai.call import Dialect, account_of
 from frontend_svc.protocols.openai.errors import error_headers, status_of
+from triptych_kit.call_turns import CallTurns
 from triptych_kit.errors import PermissionDenied, ServiceError, Unauthenticated, Unavailable
 from triptych_kit.security.access import CLIENTS, check_role
 from triptych_kit.security.authenticator import AUTHORIZATION, Authenticator
@@ -36,6 +37,7 @@ class Authorization:
     """Wraps the whole application, so that a new route is not open by mistake.
 
     dialect_of: the API of a call.  own_rules: paths whose handlers find the identity themselves.
+    turns: of the calls of accounts.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class Authorization:
         authenticator: Authenticator,
         dialect_of: Callable[[Scope], Dialect],
         own_rules: Collection[str] = (),
+        turns: CallTurns | None = None,
     ) -> None:
+        self._turns = turns
         self._app, self._authenticator, self._dialect_of = app, authenticator, dialect_of
         self._exempt = OPEN_PATHS.union(own_rules)
 
@@ -66,6 +70,8 @@ class Authorization:
                 )
                 await refusal(scope, receive, send)
                 return
+            if self._turns is not None:
+                await self._turns.begin(account_of(identity, scope), identity.weight)
         await self._app(scope, receive, send)
 
     async def _note(self, error: ServiceError, method: str, client: str) -> None:

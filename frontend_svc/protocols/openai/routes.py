@@ -86,6 +86,7 @@ from frontend_svc.protocols.openai.responses import ResponseRoutes
 from frontend_svc.protocols.openai.unknown_routes import unknown_route
 from triptych.api.v1 import chat_message_pb2, generate_pb2, inference_pb2, tokenize_pb2
 from triptych.common.v1 import output_pb2
+from triptych_kit.call_turns import CallTurns
 from triptych_kit.errors import InvalidArgument, ServiceError, Unavailable
 from triptych_kit.http.pages import Pages
 from triptych_kit.security.authenticator import Authenticator
@@ -117,6 +118,7 @@ class OpenAIRoutes:
         *,
         is_ready: Callable[[], bool],
         authenticator: Authenticator,
+        turns: CallTurns,
         bodies: BodyReader,
         calls: HTTPCalls,
         rates_of: Callable[[Identity], Mapping[str, Rate]],
@@ -175,6 +177,7 @@ class OpenAIRoutes:
                     authenticator=authenticator,
                     dialect_of=dialect_of,
                     own_rules=self._page_paths,
+                    turns=turns,
                 ),
             ],
             exception_handlers={HTTPException: unknown_route(dialect_of)},

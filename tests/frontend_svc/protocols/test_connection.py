@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import select
 import socket
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import h11
 import pytest
+import uvloop
 
 from frontend_svc.protocols.openai.authorization import Authorization
 from frontend_svc.protocols.openai.call import OPENAI
@@ -19,6 +21,8 @@ from frontend_svc.protocols.openai.connection import ConnectionLimits, StrictCon
 from frontend_svc.protocols.openai.listener import HTTPListener
 from tests.certificates import CertificateAuthority
 from tests.frontend_svc.protocols.raw_http import RawConnection, connected, exchange, post, until
+from triptych_kit.call_turns import CallTurns
+from triptych_kit.clock import FakeClock
 from triptych_kit.security.authenticator import Authenticator
 from triptych_kit.security.credentials import Credentials, Entry, digest_of
 from triptych_kit.security.identity import Identity, Role
@@ -83,15 +87,17 @@ def held_by(name: str, path: str = "held") -> bytes:
     return (GET % path.encode())[:-2] + f"authorization: Bearer {key_of(name)}\r\n\r\n".encode()
 
 
-@contextlib.asynccontextmanager
-async def listening(accounts: Sequence[str] = (), **options: Any) -> AsyncGenerator[tuple[App, str], None]:
-    app = App()
+def authenticator_of(accounts: Sequence[str]) -> Authenticator:
     entries = [
         Entry(Identity(name, frozenset((Role.CLIENT,))), digest_of(key_of(name), name)) for name in accounts
     ]
-    credentials = Credentials(None, entries) if entries else None
-    authenticator = Authenticator(credentials, verifies_certificates=False)
-    guarded = Authorization(app, authenticator, lambda scope: OPENAI)
+    return Authenticator(Credentials(None, entries) if entries else None, verifies_certificates=False)
+
+
+@contextlib.asynccontextmanager
+async def listening(accounts: Sequence[str] = (), **options: Any) -> AsyncGenerator[tuple[App, str], None]:
+    app = App()
+    guarded = Authorization(app, authenticator_of(accounts), lambda scope: OPENAI)
     listener = HTTPListener("127.0.0.1:0", guarded, **{"always_served": ("/health",), **options})
     address = await listener.start()
     try:
@@ -106,6 +112,30 @@ async def drip(connection: RawConnection, content: bytes, interval_s: float = 0.
         while not connection.reader.at_eof():
             connection.writer.write(content)
             await asyncio.sleep(interval_s)
+
+
+def test_connections_that_come_at_once_are_accepted_in_a_few_iterations():
+    async def count_iterations() -> int:
+        async with listening() as (_, address):
+            host, _, port = address.rpartition(":")
+            clients = [socket.create_connection((host, int(port))) for _ in range(64)]
+            for client in clients:
+                client.sendall(GET % b"a")
+            number = 0
+            while _num_answered(clients) < len(clients):
+                await asyncio.sleep(0)
+                number += 1
+            for client in clients:
+                client.close()
+            return number
+
+    # The loop of a frontend, which accepts one connection of a socket in an iteration.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(count_iterations()) <= 32
+
+
+def _num_answered(clients: Sequence[socket.socket]) -> int:
+    return len(select.select(clients, (), (), 0)[0])
 
 
 async def test_a_handshake_that_does_not_end_ends_its_connection(tmp_path: Path):
@@ -301,6 +331,30 @@ async def test_beyond_what_is_reserved_for_probes_a_connection_is_refused_at_onc
         await hold(stack, app, address, *map(held_by, "ab"), *[GET % b"health"] * 64)
         refused = await exchange(address, b"")
     assert (refused.status, refused.error["code"]) == (503, "too_many_connections")
+
+
+async def test_a_request_does_not_wait_for_a_hundred_of_another_account():
+    begun: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["path"])
+
+    guarded = Authorization(
+        app, authenticator_of(("a", "b")), lambda scope: OPENAI, turns=CallTurns(FakeClock())
+    )
+
+    def call(name: str) -> asyncio.Task[None]:
+        headers = [(b"authorization", f"Bearer {key_of(name)}".encode())]
+        scope = {"type": "http", "method": "POST", "path": name, "headers": headers}
+        return asyncio.ensure_future(guarded(scope, None, None))  # type: ignore[arg-type]  # not used
+
+    await call("b")
+    crowd = [call("a") for _ in range(100)]
+    await asyncio.sleep(0)
+    await call("b")
+    assert begun.count("a") < 10
+    await asyncio.gather(*crowd)
+    assert begun.count("a") == 100
 
 
 @pytest.mark.parametrize("more", [b"", b"\r\n", GET % b"a"])
