@@ -20,6 +20,8 @@ from frontend_svc.generation.open_requests import OpenRequests, RequestPhase
 from frontend_svc.generation.poison import Content, content_of
 from frontend_svc.generation.tenants import Tenants
 from frontend_svc.generation.tracing import RequestTrace, RequestTraces
+from frontend_svc.options import OPTIONS
+from frontend_svc.options.option import PreparedPrompt
 from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.pooling_state import Pooled, PoolingState
 from frontend_svc.text.model import ServedModel
@@ -28,7 +30,7 @@ from frontend_svc.text.tokenize.id_column import id_column
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
 from triptych_kit.clock import Clock
-from triptych_kit.errors import Aborted, ServiceError, Unimplemented
+from triptych_kit.errors import Aborted, ServiceError
 from triptych_kit.telemetry import conventions as names
 
 # Prompts of one request that are in engines at once: enough to fill the next batch while one is computed,
@@ -50,9 +52,13 @@ class PoolingPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PoolingWork:
-    """A pooling request; `tokenize` returns the prompts, each of which becomes one result."""
+    """A pooling request; `tokenize` returns the prompts, each of which becomes one result.
+
+    named: its field `model`, which may name other weights of the model.
+    """
 
     request_id: str
+    named: str
     model: ServedModel
     params: sampling_pb2.PoolingParams
     tokenize: Callable[[], Awaitable[list[PoolingPrompt]]]
@@ -245,14 +251,7 @@ class Pooling:
         self._traces = traces
 
     def model(self, name: str) -> ServedModel:
-        model = self._directory.model(name)
-        if model.variant(name):
-            raise Unimplemented(
-                f"not served: model {name!r} (it generates alone)",
-                reason="PARAMETER_NOT_SERVED",
-                metadata={"fields": "model"},
-            )
-        return model
+        return self._directory.model(name)
 
     async def run(self, work: PoolingWork, caller: Caller) -> PooledPrompts:
         """All results of `work`. Raises the first error of any prompt, after aborting the others."""
@@ -290,8 +289,11 @@ class Pooling:
         arrived_at: float,
     ) -> PooledPrompt:
         failover, entry = self._failover, _entry(work, prompt, trace, caller)
+        prepared = PreparedPrompt("inputs", work.model, prompt.token_ids, prompt.token_ids, None)
+        for option in OPTIONS:
+            option.prepare_pooling(work.named, prepared, entry)
         sent = SentPrompt(work.model, entry, caller, trace, failover.clock, arrived_at)
-        requirements = EngineRequirements(work.model, _routing(work.params, prompt))
+        requirements = EngineRequirements(work.model, _routing(work.params, prompt, prepared))
         return PooledPrompt(sent, caller, Migration(failover, requirements, sent), len(prompt.token_ids))
 
     async def _run_all(
@@ -359,11 +361,15 @@ class _Window:
         return self._num_prompts >= _MAX_SENT or self._num_tokens >= _MAX_SENT_TOKENS
 
 
-def _routing(params: sampling_pb2.PoolingParams, prompt: PoolingPrompt) -> RoutingRequest:
+def _routing(
+    params: sampling_pb2.PoolingParams, prompt: PoolingPrompt, prepared: PreparedPrompt
+) -> RoutingRequest:
     return RoutingRequest(
         num_prompt_tokens=len(prompt.token_ids),
         prefix_hash=b"" if is_per_token(params.task) else prefix_hash(prompt.token_ids),
         affinity_key=params.late_interaction_key or prompt.affinity_key,
+        slot=prepared.slot,
+        needs=tuple(prepared.needs),
     )
 
 

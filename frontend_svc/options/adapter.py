@@ -29,29 +29,35 @@ class Adapter(RequestOption):
 
     async def prepare(self, request: AnyRequest, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
         """Raises NotFound for a name that no engine of the model has announced."""
-        model = prompt.model
-        name = request.adapter or model.variant(request.model)
-        if not name:
-            return
-        digest = model.variants.get(name)
-        if digest is None:
-            raise NotFound(
-                f"adapter {name!r} of model {model.name!r} is not served here",
-                resource_type="adapter",
-                resource_name=name,
-                metadata={"fields": "adapter"},
-            )
-        entry.adapter, entry.adapter_digest = name, digest
-        prompt.served_as, prompt.slot = name, digest
-        prompt.needs.append(_need_of(name, digest))
-        if not request.adapter:
-            prompt.client_fields["adapter"] = "model"
+        name = request.adapter or prompt.model.variant(request.model)
+        if name:
+            _use(name, prompt, entry)
+            if not request.adapter:
+                prompt.client_fields["adapter"] = "model"
+
+    def prepare_pooling(self, named: str, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
+        if name := prompt.model.variant(named):
+            _use(name, prompt, entry)
 
     def need(self, request: AnyRequest) -> EngineNeed | None:
         return _need_of_any(request.adapter) if request.adapter else None
 
     def describe(self, model: ServedModel, card: model_pb2.Model) -> None:
         card.adapters.extend(sorted(model.variants))
+
+
+def _use(name: str, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
+    digest = prompt.model.variants.get(name)
+    if digest is None:
+        raise NotFound(
+            f"adapter {name!r} of model {prompt.model.name!r} is not served here",
+            resource_type="adapter",
+            resource_name=name,
+            metadata={"fields": "adapter"},
+        )
+    entry.adapter, entry.adapter_digest = name, digest
+    prompt.served_as, prompt.slot = name, digest
+    prompt.needs.append(_need_of(name, digest))
 
 
 @functools.lru_cache(_MAX_NEEDS)

@@ -164,7 +164,9 @@ class PoolingAnswers:
             check_prompts("inputs", prompts, model)
             return list(map(PoolingPrompt, prompts))
 
-        pooled = await self._pooling.run(PoolingWork(request.request_id, model, params, tokenize), caller)
+        pooled = await self._pooling.run(
+            PoolingWork(request.request_id, request.model, model, params, tokenize), caller
+        )
         for result in pooled.results:
             check_result(result.tensor, 2 if is_per_token(params.task) else 1)
         return pooled
@@ -216,7 +218,9 @@ class PoolingAnswers:
         params = sampling_pb2.PoolingParams(task=_SCORE)
         if not is_by_pairs:
             params = sampling_pb2.PoolingParams(task=_EMBED, normalize=True)
-        pooled = await self._pooling.run(PoolingWork(request.request_id, model, params, tokenize), caller)
+        pooled = await self._pooling.run(
+            PoolingWork(request.request_id, request.model, model, params, tokenize), caller
+        )
         return (_pair_scores(pooled) if is_by_pairs else _cosines(pooled, len(queries))), pooled
 
 

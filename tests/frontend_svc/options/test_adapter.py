@@ -22,6 +22,7 @@ from tests.frontend_svc.fakes import (
 )
 from tests.frontend_svc.options.asking import LIMITS, model_of, prepared
 from triptych.api.v1 import embedding_pb2, model_pb2
+from triptych.common.v1 import tensor_pb2
 from triptych_kit.errors import InvalidArgument, NotFound
 
 A, B = "aa" * 32, "bb" * 32
@@ -128,13 +129,25 @@ async def test_adapters_are_listed_as_models_with_that_they_belong_to():
     assert one == cards[2]
 
 
-async def test_an_adapter_does_not_pool():
-    engine = FakeEngine(adapters={"cook": A}, supported_tasks=("generate", "embed"))
-    async with serving(engine) as (client, _):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await client.embedding.Embed(embedding_pb2.EmbedRequest(model="cook"))
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert "'cook'" in (caught.value.details() or "")
+async def test_an_adapter_pools_in_an_engine_that_has_it():
+    vector = tensor_pb2.Tensor(dtype=tensor_pb2.D_TYPE_FP32, shape=[1], inline=bytes(4))
+    tasks = ("generate", "embed")
+    engines = [
+        FakeEngine(
+            lambda engine, request: engine.pool(request, vector),
+            dp_rank=rank,
+            adapters=adapters,
+            supported_tasks=tasks,
+        )
+        for rank, adapters in enumerate(({}, {"cook": A}))
+    ]
+    inputs = [embedding_pb2.PoolingInput(prompt="the cat") for _ in range(4)]
+    async with serving(*engines) as (client, _):
+        await client.until_engines_are_ready(2)
+        await client.embedding.Embed(embedding_pb2.EmbedRequest(model="cook", inputs=inputs), timeout=WAIT_S)
+    assert engines[0].requests == []
+    entries = [request.entry for request in engines[1].requests]
+    assert [(entry.adapter, entry.adapter_digest) for entry in entries] == [("cook", A)] * 4
 
 
 async def cards_of(client: Client) -> list[model_pb2.Model]:

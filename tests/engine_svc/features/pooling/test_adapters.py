@@ -1,0 +1,77 @@
+"""Vectors with adapters: those of the model with their additions in its weights, beside vectors without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine_svc.convert.feature import AddContext
+from engine_svc.core.pooling_spec import PoolingOptions
+from engine_svc.core.request import FinishReason, Request
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.features.pooling.extras import PooledResult
+from engine_svc.loop.mailbox import Add
+from engine_svc.loop.step_output import StepOutput
+from tests.engine_svc.features.adapters.folders import (
+    MLP_AND_ATTENTION,
+    write_adapter,
+    write_merged,
+    write_model,
+)
+from tests.engine_svc.features.adapters.test_engine import PROMPTS, Rig, engine
+from tests.engine_svc.features.pooling.rig import PoolingRig, to_tensor
+from triptych.common.v1 import sampling_pb2
+from triptych.engine.v1 import add_pb2
+
+
+def send(rig: Rig, prompt: list[int], adapter: str) -> int:
+    handle = rig.num_sent
+    rig.num_sent += 1
+    pooling = sampling_pb2.PoolingParams(task=sampling_pb2.POOLING_TASK_EMBED)
+    context = AddContext(rig.core.facts, None, prompt)
+    parsed = rig.served.features.parse(add_pb2.AddEntry(adapter=adapter, pooling=pooling), context)
+    request = Request(
+        f"r{handle}",
+        prompt.copy(),
+        len(prompt),
+        SamplingParams(1),
+        samples=False,
+        extras={type(each.extra): each.extra for each in parsed},
+        extra_keys=context.cache_keys,
+    )
+    rig.core.prepare(request)
+    rig.served.inbox.put(Add(request, rig.frontend.outbox, handle))
+    return handle
+
+
+@pytest.mark.parametrize("options", [{"runner": "pooling"}, {"runner": "generate", "convert": "embed"}])
+def test_a_batch_mixes_vectors_with_adapters_and_without(tmp_path: Path, options: dict[str, str]) -> None:
+    model = write_model("qwen3", tmp_path / "model")
+    adapter = write_adapter(tmp_path / "a", model, seed=1, rank=4, modules=MLP_AND_ATTENTION)
+    folders = {"": model, "a": write_merged(tmp_path / "merged", model, adapter)}
+    prompts = {str(index): prompt for index, prompt in enumerate(PROMPTS)}
+    wanted: dict[str, dict[str, Tensor]] = {
+        name: PoolingRig(folder, pooling=PoolingOptions("pooling")).results(prompts, "embed")
+        for name, folder in folders.items()
+    }
+    vectors: dict[int, Tensor] = {}
+
+    def keep(step: StepOutput) -> None:
+        for handle, extras in (step.extras or {}).items():
+            result = extras[PooledResult]
+            assert isinstance(result, PooledResult)
+            vectors[handle] = to_tensor(result)
+
+    with engine(model, enable_lora=True, lora_modules=(f"a={adapter}",), **options) as rig:
+        rig.frontend.on_step = keep
+        handles = {
+            (name, index): send(rig, prompt, name) for name in ("", "a") for index, prompt in prompts.items()
+        }
+        rig.frontend.read_until_ended(rig.num_sent)
+        assert {end.reason for end in rig.frontend.end_of.values()} == {FinishReason.STOP}
+        for (name, index), handle in handles.items():
+            torch.testing.assert_close(vectors[handle], wanted[name][index], atol=1e-5, rtol=0)
+    assert (wanted[""]["0"] - wanted["a"]["0"]).abs().max() > 1e-2
