@@ -7,7 +7,7 @@ import base64
 import re
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -16,7 +16,8 @@ from starlette.responses import Response
 
 from frontend_svc.generation.answers.models import ModelAnswers
 from frontend_svc.generation.answers.pooling import PoolingAnswers
-from frontend_svc.protocols.openai.bodies import Base
+from frontend_svc.generation.answers.tokenizer import TokenizerAnswers
+from frontend_svc.protocols.openai.bodies import Base, IgnoredFields, Message, TokenizeBody
 from frontend_svc.protocols.openai.call import (
     Handler,
     body_of,
@@ -25,14 +26,21 @@ from frontend_svc.protocols.openai.call import (
     unless_disconnected,
     without_rank,
 )
-from frontend_svc.protocols.openai.requests import set_field
+from frontend_svc.protocols.openai.requests import chat_names, set_field, template_request
 from frontend_svc.text.pooling import read_floats
 from triptych.api.v1 import embedding_pb2
-from triptych.common.v1 import output_pb2, tensor_pb2
+from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
 from triptych_kit.errors import InvalidArgument
 
 # Embeddings that are written before other requests are served.
 _WRITTEN_AT_ONCE = 16
+_TASKS = ("token_embed", "token_classify", "embed", "classify")
+_EMBEDDINGS = {
+    "embed": sampling_pb2.POOLING_TASK_EMBED,
+    "token_embed": sampling_pb2.POOLING_TASK_TOKEN_EMBED,
+}
+# Fields that concern messages alone.
+_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
 # The names that vLLM has for both sides of a score, in the order of its releases.
 _PAIRS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"))
 _PROMPT = re.compile(r"\.(prompt|token_ids)$")
@@ -49,15 +57,31 @@ class PoolingBody(Base, kw_only=True):
     truncate_prompt_tokens: int | None = None  # vLLM's
 
 
-class EmbeddingBody(PoolingBody, kw_only=True):
-    input: str | list[Any]  # a text, ids, or a list of either
+class InputBody(PoolingBody, kw_only=True):
+    """Inputs, or vLLM's messages, which make one prompt by the model's chat template."""
+
+    input: str | list[Any] | None = None  # a text, ids, or a list of either
+    messages: list[Message] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class EmbeddingBody(InputBody, kw_only=True):
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] = "float"
     normalize: bool | None = None  # vLLM's
 
 
-class ClassifyBody(PoolingBody, kw_only=True):
-    input: str | list[Any]  # as of embeddings
+class ClassifyBody(InputBody, kw_only=True):
+    """As of embeddings."""
+
+
+class TaskBody(EmbeddingBody, kw_only=True):
+    """vLLM's /pooling. task: unset, the first of these that the model supports."""
+
+    task: Literal["token_embed", "token_classify", "embed", "classify"] | None = None
 
 
 class ScoreBody(PoolingBody, kw_only=True):
@@ -81,25 +105,19 @@ class RerankBody(PoolingBody, kw_only=True):
 
 
 class EmbeddingRoutes:
-    def __init__(self, pooling: PoolingAnswers, models: ModelAnswers) -> None:
-        self._pooling, self._models = pooling, models
+    def __init__(self, pooling: PoolingAnswers, models: ModelAnswers, tokenizer: TokenizerAnswers) -> None:
+        self._pooling, self._models, self._tokenizer = pooling, models, tokenizer
         self.posts: dict[str, Handler] = {
             "/v1/embeddings": without_rank(self._embeddings),
             "/classify": without_rank(self._classify),
+            "/pooling": without_rank(self._pool),
             **dict.fromkeys(("/score", "/v1/score"), without_rank(self._score)),
             **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), without_rank(self._rerank)),
         }
 
     async def _embeddings(self, request: Request) -> Response:
         body, ignored = await body_of(request, EmbeddingBody)
-        model, inputs = self._name_of(body.model), _inputs(body.input)
-        api_request = embedding_pb2.EmbedRequest(model=model, inputs=inputs.values())
-        set_field(api_request, "request_id", body.request_id)
-        set_field(api_request, "truncate_prompt_tokens", body.truncate_prompt_tokens)
-        set_field(api_request.pooling, "dimensions", body.dimensions)
-        set_field(api_request.pooling, "normalize", body.normalize)
-        names = {f"inputs[{index}]": field for index, field in enumerate(inputs)}
-        request.state.name_of = _names_of(names | {"inputs": "input"})
+        api_request = await self._embed_request(request, body, ignored)
         answer = await unless_disconnected(request, self._pooling.embed(api_request, caller_of(request)))
         write = _base64_of if body.encoding_format == "base64" else _floats_of
         data = []
@@ -120,12 +138,7 @@ class EmbeddingRoutes:
 
     async def _classify(self, request: Request) -> Response:
         body, ignored = await body_of(request, ClassifyBody)
-        model, inputs = self._name_of(body.model), _inputs(body.input)
-        api_request = embedding_pb2.ClassifyRequest(model=model, inputs=inputs.values())
-        set_field(api_request, "request_id", body.request_id)
-        set_field(api_request, "truncate_prompt_tokens", body.truncate_prompt_tokens)
-        names = {f"inputs[{index}]": field for index, field in enumerate(inputs)}
-        request.state.name_of = _names_of(names | {"inputs": "input"})
+        api_request = await self._classify_request(request, body, ignored)
         answer = await unless_disconnected(request, self._pooling.classify(api_request, caller_of(request)))
         data = []
         for index, tensor in enumerate(answer.results):
@@ -140,6 +153,39 @@ class EmbeddingRoutes:
             "model": api_request.model,
             "data": data,
             "usage": _usage_of(answer.usage),
+        }
+        return json_response(content, ignored)
+
+    async def _pool(self, request: Request) -> Response:
+        body, ignored = await body_of(request, TaskBody)
+        task = body.task or self._first_task(body.model)
+        tensors: Sequence[tensor_pb2.Tensor]
+        if task in ("classify", "token_classify"):
+            for name in ("dimensions", "normalize"):
+                if getattr(body, name) is not None:
+                    raise InvalidArgument(f"{name} is given, must be left out with task {task}", field=name)
+            classify = await self._classify_request(request, body, ignored)
+            classify.per_token = task == "token_classify"
+            classes = await unless_disconnected(request, self._pooling.classify(classify, caller_of(request)))
+            name, tensors, usage = classes.request_id, classes.results, classes.usage
+        else:
+            embed = await self._embed_request(request, body, ignored)
+            embed.pooling.task = _EMBEDDINGS[task]
+            vectors = await unless_disconnected(request, self._pooling.embed(embed, caller_of(request)))
+            name, tensors, usage = vectors.request_id, vectors.embeddings, vectors.usage
+        write = _base64_of if body.encoding_format == "base64" else _nested_of
+        data = []
+        for index, tensor in enumerate(tensors):
+            if index % _WRITTEN_AT_ONCE == _WRITTEN_AT_ONCE - 1:
+                await asyncio.sleep(0)
+            data.append(msgspec.Raw(_encode({"index": index, "object": "pooling", "data": write(tensor)})))
+        content = {
+            "id": f"pool-{name}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": self._name_of(body.model),
+            "data": data,
+            "usage": _usage_of(usage),
         }
         return json_response(content, ignored)
 
@@ -193,6 +239,54 @@ class EmbeddingRoutes:
             "results": results,
         }
         return json_response(content, ignored)
+
+    async def _embed_request(
+        self, request: Request, body: EmbeddingBody, ignored: IgnoredFields
+    ) -> embedding_pb2.EmbedRequest:
+        inputs = await self._inputs_of(request, body, ignored)
+        api_request = embedding_pb2.EmbedRequest(model=self._name_of(body.model), inputs=inputs)
+        set_field(api_request, "request_id", body.request_id)
+        set_field(api_request, "truncate_prompt_tokens", body.truncate_prompt_tokens)
+        set_field(api_request.pooling, "dimensions", body.dimensions)
+        set_field(api_request.pooling, "normalize", body.normalize)
+        return api_request
+
+    async def _classify_request(
+        self, request: Request, body: InputBody, ignored: IgnoredFields
+    ) -> embedding_pb2.ClassifyRequest:
+        inputs = await self._inputs_of(request, body, ignored)
+        api_request = embedding_pb2.ClassifyRequest(model=self._name_of(body.model), inputs=inputs)
+        set_field(api_request, "request_id", body.request_id)
+        set_field(api_request, "truncate_prompt_tokens", body.truncate_prompt_tokens)
+        return api_request
+
+    async def _inputs_of(
+        self, request: Request, body: InputBody, ignored: IgnoredFields
+    ) -> list[embedding_pb2.PoolingInput]:
+        """The inputs of a body, or the one that its messages make. Errors name the body's fields."""
+        if (body.input is None) == (body.messages is None):
+            how = "is missing: give it or messages" if body.input is None else "is given beside messages"
+            raise InvalidArgument(f"input {how}", field="input")
+        if body.input is not None:
+            ignored.extend(name for name in _OF_MESSAGES if getattr(body, name))
+            inputs = _inputs(body.input)
+            names = {f"inputs[{index}]": field for index, field in enumerate(inputs)}
+            request.state.name_of = _names_of(names | {"inputs": "input"})
+            return list(inputs.values())
+        given = {name: getattr(body, name) for name in ("messages", *_OF_MESSAGES)}
+        # vLLM's default here; a chat opens the answer.
+        given["add_generation_prompt"] = bool(body.add_generation_prompt)
+        request.state.name_of = chat_names()
+        template = template_request(TokenizeBody(model=body.model, **given), ignored)
+        template.tokenize = True
+        rendered = await unless_disconnected(request, self._tokenizer.apply_chat_template(template))
+        request.state.name_of = _names_of({"inputs[0]": "messages", "inputs": "messages"})
+        return [embedding_pb2.PoolingInput(token_ids={"ids": rendered.token_ids})]
+
+    def _first_task(self, model: str) -> str:
+        """The task of a body that names none. The first one is refused by name where there is none."""
+        supported = self._models.one(model).supported_tasks
+        return next((task for task in _TASKS if task in supported), _TASKS[0])
 
     def _name_of(self, model: str) -> str:
         """The name of the only model where the body has none: answers have it."""
@@ -252,6 +346,15 @@ def _names_of(names: Mapping[str, str]) -> Callable[[str], str]:
 
 def _floats_of(tensor: tensor_pb2.Tensor) -> list[float]:
     return list(read_floats(tensor))
+
+
+def _nested_of(tensor: tensor_pb2.Tensor) -> list[float] | list[list[float]]:
+    """The numbers, of each token apart where there are results of tokens."""
+    values = _floats_of(tensor)
+    if len(tensor.shape) == 1:
+        return values
+    width = tensor.shape[1]
+    return [values[start : start + width] for start in range(0, len(values), width)]
 
 
 def _base64_of(tensor: tensor_pb2.Tensor) -> str:

@@ -153,7 +153,7 @@ class OpenAIRoutes:
             "/ping": self._health,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
-            **EmbeddingRoutes(pooling, models).posts,
+            **EmbeddingRoutes(pooling, models, tokenizer).posts,
             **response_routes.posts,
             **MessageRoutes(chat, tokenizer, models).posts,
             **({} if adapters is None else AdapterRoutes(adapters).posts),

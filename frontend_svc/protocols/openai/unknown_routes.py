@@ -35,7 +35,6 @@ _ELSEWHERE = {
     "/metrics": _ADMIN_HTTP,
     "/openapi.json": _ROUTES,
     "/pause": "`triptych admin ADDRESS pause` does it",
-    "/pooling": "use /v1/embeddings",
     "/redoc": _ROUTES,
     "/reset_prefix_cache": "`triptych admin ADDRESS reset-prefix-cache` does it",
     "/resume": "`triptych admin ADDRESS resume` does it",

@@ -12,7 +12,7 @@ import pytest
 
 from tests.frontend_svc.fakes import TOKENIZER, FakeEngine, FakeRequest, Script
 from tests.frontend_svc.protocols.test_openai import served
-from triptych.common.v1 import tensor_pb2
+from triptych.common.v1 import sampling_pb2, tensor_pb2
 
 TASKS = ("embed", "token_embed")
 # Not exact in binary32, so that a wrong conversion shows.
@@ -23,7 +23,9 @@ def num_tokens(*texts: str) -> int:
     return sum(len(TOKENIZER.encode(text).ids) for text in texts)
 
 
-def pooling_engine(*, tasks: Sequence[str] = TASKS, dtype: str = "fp32") -> FakeEngine:
+def pooling_engine(
+    *, tasks: Sequence[str] = TASKS, dtype: str = "fp32", chat_template: str = ""
+) -> FakeEngine:
     """Gives each prompt its length, a tenth, and its first token."""
 
     def script(engine: FakeEngine, request: FakeRequest) -> None:
@@ -32,7 +34,7 @@ def pooling_engine(*, tasks: Sequence[str] = TASKS, dtype: str = "fp32") -> Fake
         content = struct.pack(f"<3{letter}", *values)
         engine.pool(request, tensor_pb2.Tensor(dtype=kind, shape=[3], inline=content))
 
-    return FakeEngine(script, supported_tasks=tasks)
+    return FakeEngine(script, supported_tasks=tasks, chat_template=chat_template)
 
 
 def scoring_engine() -> FakeEngine:
@@ -220,3 +222,73 @@ async def test_a_long_input_is_cut_on_request():
     async with served(engine) as client:
         await client.post("/v1/embeddings", {"input": [[5, 6, 7], [8]], "truncate_prompt_tokens": 2})
     assert [list(request.prompt) for request in engine.requests] == [[5, 6], [8]]
+
+
+# By task, and of messages.
+
+
+def per_token_engine() -> FakeEngine:
+    """Gives each token of a prompt its id and a tenth."""
+
+    def script(engine: FakeEngine, request: FakeRequest) -> None:
+        values = [number for token_id in request.prompt for number in (float(token_id), TENTH)]
+        content = struct.pack(f"<{len(values)}f", *values)
+        shape = [len(request.prompt), 2]
+        engine.pool(request, tensor_pb2.Tensor(dtype=tensor_pb2.D_TYPE_FP32, shape=shape, inline=content))
+
+    return FakeEngine(script, supported_tasks=("embed", "token_embed", "classify", "token_classify"))
+
+
+@pytest.mark.parametrize("task", [None, "token_embed", "token_classify"])
+async def test_results_of_tokens_are_lists_of_their_numbers(task):
+    engine = per_token_engine()
+    async with served(engine) as client:
+        reply = await client.post("/pooling", {"input": [[5, 6], [7]], "task": task, "request_id": "own"})
+    assert reply.status == 200, reply.content
+    assert reply.body["data"] == [
+        {"index": 0, "object": "pooling", "data": [[5.0, TENTH], [6.0, TENTH]]},
+        {"index": 1, "object": "pooling", "data": [[7.0, TENTH]]},
+    ]
+    assert (reply.body["id"], reply.body["object"], reply.body["model"]) == ("pool-own", "list", "tiny")
+    assert reply.body["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+    wanted = "POOLING_TASK_" + (task or "token_embed").upper()
+    assert {request.entry.pooling.task for request in engine.requests} == {
+        sampling_pb2.PoolingTask.Value(wanted)
+    }
+
+
+async def test_results_of_prompts_are_lists_or_base64():
+    async with served(pooling_engine(tasks=("embed", "classify"))) as client:
+        vector = await client.post("/pooling", {"input": "the cat", "task": "embed"})
+        classes = await client.post("/pooling", {"input": "the cat", "task": "classify"})
+        packed = await client.post("/pooling", {"input": "the cat", "encoding_format": "base64"})
+        refused = await client.post("/pooling", {"input": "the cat", "task": "classify", "dimensions": 2})
+    values = vector.body["data"][0]["data"]
+    assert values == classes.body["data"][0]["data"]
+    assert array("f", base64.b64decode(packed.body["data"][0]["data"])).tolist() == values
+    assert (refused.status, refused.body["error"]["param"]) == (400, "dimensions")
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/classify", "/pooling"])
+async def test_messages_make_one_prompt_by_the_template(path):
+    template = (
+        "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}answer{% endif %}"
+    )
+    engine = pooling_engine(tasks=("embed", "classify"), chat_template=template)
+    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+    async with served(engine) as client:
+        replies = [
+            await client.post(path, {"messages": messages, "add_generation_prompt": opens})
+            for opens in (None, True)
+        ]
+        both = await client.post(path, {"messages": messages, "input": "the"})
+        neither = await client.post(path, {"model": "tiny"})
+    assert [reply.status for reply in (*replies, both, neither)] == [200, 200, 400, 400]
+    assert [TOKENIZER.decode(request.prompt) for request in engine.requests] == [
+        "user the cat assistant sat ",
+        "user the cat assistant sat answer",
+    ]
+    assert (
+        both.body["error"]["message"] == neither.body["error"]["message"] == "give either input or messages"
+    )
