@@ -289,6 +289,5 @@ async def test_messages_make_one_prompt_by_the_template(path):
         "user the cat assistant sat ",
         "user the cat assistant sat answer",
     ]
-    assert (
-        both.body["error"]["message"] == neither.body["error"]["message"] == "give either input or messages"
-    )
+    assert both.body["error"]["message"] == "input is given beside messages"
+    assert neither.body["error"]["message"] == "input is missing: give it or messages"
