@@ -14,6 +14,7 @@ import ctypes
 import errno
 import fcntl
 import functools
+import gc
 import ipaddress
 import os
 import resource
@@ -194,7 +195,7 @@ class Strangers:
                 num_refused, releases_until = self._refusals.total, now + _RELEASES_FOR_S
             if released_at + _RELEASE_S < now < releases_until:
                 # What many calls took in small parts stays with the process otherwise. This may take long.
-                threading.Thread(target=release_memory, name="release memory", daemon=True).start()
+                threading.Thread(target=_release_memory, name="release memory", daemon=True).start()
                 released_at = now
             # Many connections take longer: a tenth of a core at most.
             signal.sigtimedwait({_ARRIVAL}, max(self._pause_s(now), 9 * look_s))
@@ -343,6 +344,12 @@ class Strangers:
             del self._dropped[next(iter(self._dropped))]
         for descriptor in self._listening:
             drop_packets(descriptor, self._dropped)
+
+
+def _release_memory() -> None:
+    # A call that was refused is in a cycle with its error, and engines collect seldom.
+    gc.collect()
+    release_memory()
 
 
 def _open_descriptors(folder: int) -> list[int]:

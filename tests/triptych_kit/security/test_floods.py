@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import gc
 import socket
+import weakref
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -108,6 +109,24 @@ async def test_a_connection_is_looked_at_when_it_arrives(tmp_path: Path, monkeyp
         for num_dropped in range(1, 11):
             async with _flooding(address, "rapid reset", f"127.0.0.{1 + num_dropped}"):
                 await _until(has_dropped)
+
+
+class _Cycle:
+    """As an error that ended a call is: its frames refer to the call."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+async def test_what_calls_leave_is_freed_after_a_flood(tmp_path: Path):
+    async with _listener(tmp_path) as (address, _):
+        left = weakref.ref(_Cycle())
+        gc.disable()
+        try:
+            async with _flooding(address, "rapid reset", _STRANGER, connections=40):
+                await _until(lambda: left() is None)
+        finally:
+            gc.enable()
 
 
 async def test_connections_that_follow_each_other_are_added_up(tmp_path: Path):
