@@ -10,7 +10,9 @@ service whose listener is flooded have at most 100 MB more memory, and what rema
 turn is at most 20 MB; no stream differs from an undisturbed run; the 99th percentile of the gaps between
 tokens is, as the median of the turns, at most 50 ms longer than in the quiet windows.
 
-The peers share the cores with the stack, at the lowest priority.
+One listener of each service is flooded at the same time, which is no easier for any of them: memory is that
+of its own processes, gaps and streams are what all of them cost together. The peers share the cores with the
+stack, at the lowest priority, with a process for each listener.
 """
 
 from __future__ import annotations
@@ -48,11 +50,17 @@ MAX_ADDED_MB = 100.0
 MAX_KEPT_MB = 20.0
 MAX_ADDED_MS = 50.0
 _SERVICES = ("frontend", "engine", "coordinator")
-_HTTP1_LISTENERS = ("http", "admin http")
-LISTENERS = ("frontend", "http", "engine", "coordinator", "admin", "admin http")
+# Those of one line are of different services, and are flooded at the same time.
+_TOGETHER = (
+    ("frontend", "engine", "coordinator"),
+    ("frontend admin", "engine admin", "coordinator admin"),
+    ("frontend http", "engine admin http", "coordinator admin http"),
+    ("frontend admin http",),
+)
+LISTENERS = tuple(itertools.chain.from_iterable(_TOGETHER))
 _NUM_TOKENS = 400
 _NUM_BLOCKS = 600
-_QUIET_S = 4.0
+_FIRST_QUIET_S, _QUIET_S = 4.0, 2.0
 _RELEASE_S = 10.0
 _POLL_S = 0.1
 _LIMIT_S = 120.0
@@ -80,6 +88,7 @@ def run(options: argparse.Namespace) -> Report:
         "turns": options.turns,
         "source": options.source or "of each turn its own",
         "peers": "at nice 19 on the cores of the stack",
+        "at the same time": " | ".join(", ".join(_asked(together, options)) for together in _TOGETHER),
     }
     return Report("floods", settings, rows, shortfalls(rows, options.max_added_ms))
 
@@ -97,9 +106,20 @@ def shortfalls(rows: Sequence[Row], max_added_ms: float = MAX_ADDED_MS) -> list[
 
 @dataclass(frozen=True, slots=True)
 class _Target:
+    """A listener, and the peers that flood it. ask: the flood that they are asked for."""
+
+    listener: str
     service: ServiceProcess
-    address: str
-    speaks_http2: bool
+    peers: LineProcess
+    ask: dict[str, object]
+
+
+def _asked(listeners: Sequence[str], options: argparse.Namespace) -> list[str]:
+    return [listener for listener in listeners if listener in options.listener]
+
+
+def _is_http1(listener: str) -> bool:
+    return listener.endswith("http")
 
 
 class _Stack:
@@ -109,88 +129,96 @@ class _Stack:
         self._fleet = fleet
         self.channel = channel
 
-    def target(self, listener: str) -> _Target:
-        frontend, engine, coordinator = (self._fleet[f"{name}-0"] for name in _SERVICES)
-        return {
-            "frontend": _Target(frontend, frontend.address, speaks_http2=True),
-            "http": _Target(frontend, frontend.http, speaks_http2=False),
-            "engine": _Target(engine, engine.address, speaks_http2=True),
-            "coordinator": _Target(coordinator, coordinator.address, speaks_http2=True),
-            "admin": _Target(frontend, frontend.admin_address, speaks_http2=True),
-            "admin http": _Target(frontend, frontend.admin_http, speaks_http2=False),
-        }[listener]
+    def target(self, listener: str, peers: LineProcess, ask: dict[str, object]) -> _Target:
+        role, _, kind = listener.partition(" ")
+        service = self._fleet[f"{role}-0"]
+        addresses = {
+            "": service.address,
+            "admin": service.admin_address,
+            "http": service.http,
+            "admin http": service.admin_http,
+        }
+        asked = {**ask, "address": addresses[kind], "http2": not _is_http1(listener)}
+        return _Target(listener, service, peers, asked)
 
 
 async def _measure(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     cases = _cases()
-    with LineProcess(module("tests.acceptance.rig.flood_peers")) as peers:
-        for tls, listener in itertools.product(options.tls, options.listener):
-            for flood in HTTP1 if listener in _HTTP1_LISTENERS else HTTP2:
-                if flood not in options.only:
-                    continue
-                # Each has its own stack: memory that one flood leaves would hide that of the next.
-                async with _serving(has_tls=tls == "yes") as stack:
-                    undisturbed = Load(label="undisturbed")
-                    undisturbed.send(stack.channel, cases)
-                    oracle = Oracle(await undisturbed.finish())
-                    target = stack.target(listener)
-                    ask = {
-                        "flood": flood, "address": target.address, "http2": target.speaks_http2,
-                        "has_tls": tls == "yes",
-                        "seconds": options.seconds / options.turns,
-                    }  # fmt: skip
-                    flow = Flow(stack.channel, cases, "legal")
-                    measured = await _flooded(target.service, flow, peers, ask, options)
-                    violations = oracle.violations(flow.load.records)
-                    row = {"listener": listener, "tls": tls, "flood": flood, **measured}
-                    row |= {"streams": len(flow.load.records), "violations": len(violations)}
-                    row["first_violation"] = str(violations[0]) if violations else ""
-                    rows.append(row)
-                    print(row, file=sys.stderr, flush=True)
+    with contextlib.ExitStack() as opened:
+        processes = [
+            opened.enter_context(LineProcess(module("tests.acceptance.rig.flood_peers"))) for _ in _SERVICES
+        ]
+        for tls, together, flood in itertools.product(options.tls, _TOGETHER, options.only):
+            listeners = [
+                each for each in _asked(together, options) if flood in (HTTP1 if _is_http1(each) else HTTP2)
+            ]
+            if not listeners:
+                continue
+            # Each has its own stack: memory that one flood leaves would hide that of the next.
+            async with _serving(has_tls=tls == "yes") as stack:
+                undisturbed = Load(label="undisturbed")
+                undisturbed.send(stack.channel, cases)
+                oracle = Oracle(await undisturbed.finish())
+                seconds = options.seconds / options.turns
+                ask: dict[str, object] = {"flood": flood, "has_tls": tls == "yes", "seconds": seconds}
+                targets = [
+                    stack.target(listener, peers, ask)
+                    for listener, peers in zip(listeners, processes, strict=False)
+                ]
+                flow = Flow(stack.channel, cases, "legal")
+                measured = await _flooded(targets, flow, options)
+                violations = oracle.violations(flow.load.records)
+                common: dict[str, str | int] = {
+                    "streams": len(flow.load.records),
+                    "violations": len(violations),
+                    "first_violation": str(violations[0]) if violations else "",
+                }
+                for target, row in zip(targets, measured, strict=True):
+                    rows.append({"listener": target.listener, "tls": tls, "flood": flood, **row, **common})
+                    print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
 
-async def _flooded(
-    service: ServiceProcess,
-    flow: Flow,
-    peers: LineProcess,
-    ask: dict[str, object],
-    options: argparse.Namespace,
-) -> Row:
-    """Memory and gaps in the turns of one flood."""
-    did: Counter[str] = Counter()
+async def _flooded(targets: Sequence[_Target], flow: Flow, options: argparse.Namespace) -> list[Row]:
+    """Memory and gaps in the turns of one flood, by target."""
+    did = [Counter[str]() for _ in targets]
     quiet_ms, flooded_ms = [], []
     async with flow.running(NUM_STREAMS, between_starts_s=0.2, finds_engines=False):
-        await asyncio.sleep(_QUIET_S)
-        before = await asyncio.to_thread(_rss_mb, service)
-        most = _Most(service)
+        await asyncio.sleep(_FIRST_QUIET_S)
+        before = await asyncio.to_thread(_rss_of, targets)
+        most = _Most(targets)
         async with most.watching():
             for turn in range(options.turns):
                 quiet_ms.append(await _p99_ms(flow.load.records, asyncio.sleep(_QUIET_S)))
                 # An address that was dropped in one turn would be in the next one.
                 source = options.source or f"127.0.0.{2 + turn}"
-                answer = asyncio.to_thread(peers.ask, **ask, source=source)
-                flooded_ms.append(await _p99_ms(flow.load.records, answer, did))
+                floods = asyncio.gather(
+                    *(asyncio.to_thread(each.peers.ask, **each.ask, source=source) for each in targets)
+                )
+                flooded_ms.append(await _p99_ms(flow.load.records, floods))
+                for counts, answer in zip(did, floods.result(), strict=True):
+                    counts.update(answer)
         await asyncio.sleep(_RELEASE_S)
-        after = await asyncio.to_thread(_rss_mb, service)
+        after = await asyncio.to_thread(_rss_of, targets)
     added_ms = statistics.median(b - a for a, b in zip(quiet_ms, flooded_ms, strict=True))
-    return {
-        "before_mb": round(before, 1),
-        "added_mb": round(most.rss_mb - before, 1),
-        "kept_mb": round(after - before, 1),
-        "quiet_p99_ms": round(statistics.median(quiet_ms), 1),
-        "added_p99_ms": round(added_ms, 1),
-        "did": ", ".join(f"{name} {count}" for name, count in sorted(did.items())),
-    }
+    return [
+        {
+            "before_mb": round(before[index], 1),
+            "added_mb": round(most.rss_mb[index] - before[index], 1),
+            "kept_mb": round(after[index] - before[index], 1),
+            "quiet_p99_ms": round(statistics.median(quiet_ms), 1),
+            "added_p99_ms": round(added_ms, 1),
+            "did": ", ".join(f"{name} {count}" for name, count in sorted(did[index].items())),
+        }
+        for index in range(len(targets))
+    ]
 
 
-async def _p99_ms(records, during, did: Counter[str] | None = None) -> float:
+async def _p99_ms(records, during) -> float:
     """The 99th percentile of the gaps that ended while `during` was awaited."""
     since = time.monotonic()
-    answer = await during
-    if did is not None:
-        did.update(answer)
+    await during
     now = time.monotonic()
     gaps = []
     for record in records:
@@ -202,11 +230,11 @@ async def _p99_ms(records, during, did: Counter[str] | None = None) -> float:
 
 
 class _Most:
-    """The largest memory of a service's processes."""
+    """The largest memory of the processes of each target's service."""
 
-    def __init__(self, service: ServiceProcess) -> None:
-        self.rss_mb = 0.0
-        self._service = service
+    def __init__(self, targets: Sequence[_Target]) -> None:
+        self.rss_mb = [0.0] * len(targets)
+        self._targets = targets
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
@@ -219,8 +247,12 @@ class _Most:
 
     async def _watch(self) -> None:
         while True:
-            self.rss_mb = max(self.rss_mb, await asyncio.to_thread(_rss_mb, self._service))
+            self.rss_mb = list(map(max, self.rss_mb, await asyncio.to_thread(_rss_of, self._targets)))
             await asyncio.sleep(_POLL_S)
+
+
+def _rss_of(targets: Sequence[_Target]) -> list[float]:
+    return [_rss_mb(target.service) for target in targets]
 
 
 def _rss_mb(service: ServiceProcess) -> float:
