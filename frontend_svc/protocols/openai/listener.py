@@ -23,9 +23,6 @@ from triptych_kit.security.refusals import Refusals
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-# Connections accepted in an iteration of the event loop: uvloop accepts one for each descriptor of a socket.
-# Until a connection is accepted, it is not known whose request it has.
-_NUM_ACCEPTED = 16
 _POLL_S = 0.01
 _SWEEP_S = 0.5
 
@@ -44,10 +41,9 @@ class _Server(uvicorn.Server):
         limit_s = None if config.ssl is None else self._handshake_s
         self.servers = [
             await loop.create_server(
-                make, sock=accepting, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=limit_s
+                make, sock=bound, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=limit_s
             )
             for bound in sockets or ()
-            for accepting in (bound, *(bound.dup() for _ in range(1, _NUM_ACCEPTED)))
         ]
         self.started = True
 

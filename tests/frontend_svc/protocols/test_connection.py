@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import select
 import socket
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import h11
 import pytest
-import uvloop
 
 from frontend_svc.protocols.openai.authorization import Authorization
 from frontend_svc.protocols.openai.call import OPENAI
@@ -112,30 +110,6 @@ async def drip(connection: RawConnection, content: bytes, interval_s: float = 0.
         while not connection.reader.at_eof():
             connection.writer.write(content)
             await asyncio.sleep(interval_s)
-
-
-def test_connections_that_come_at_once_are_accepted_in_a_few_iterations():
-    async def count_iterations() -> int:
-        async with listening() as (_, address):
-            host, _, port = address.rpartition(":")
-            clients = [socket.create_connection((host, int(port))) for _ in range(64)]
-            for client in clients:
-                client.sendall(GET % b"a")
-            number = 0
-            while _num_answered(clients) < len(clients):
-                await asyncio.sleep(0)
-                number += 1
-            for client in clients:
-                client.close()
-            return number
-
-    # The loop of a frontend, which accepts one connection of a socket in an iteration.
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        assert runner.run(count_iterations()) <= 32
-
-
-def _num_answered(clients: Sequence[socket.socket]) -> int:
-    return len(select.select(clients, (), (), 0)[0])
 
 
 async def test_a_handshake_that_does_not_end_ends_its_connection(tmp_path: Path):
