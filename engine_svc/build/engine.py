@@ -18,7 +18,7 @@ from engine_svc.admin.lifecycle import Lifecycle
 from engine_svc.admin.metrics import register_engine
 from engine_svc.admin.served_engine import LoadedCore, OptionInEffect, ServedEngine
 from engine_svc.admin.utility import ENGINE_CALLS, registered
-from engine_svc.build.features import scheduler_features, wire_features
+from engine_svc.build.features import collectives, scheduler_features, wire_features
 from engine_svc.build.fingerprint import (
     declares_experts,
     main_eos_first,
@@ -360,7 +360,7 @@ def _build_controls(
         weights_folder=Path(config.model),
         profile_dir=None if config.profile_dir is None else Path(config.profile_dir),
         profile_prefix=f"engine-{config.index}",
-        collectives=COLLECTIVES,
+        collectives=(*COLLECTIVES, *collectives(config)),
         on_weights=on_weights,
     )
 

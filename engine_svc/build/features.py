@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from engine_svc.config import EngineConfig
+from engine_svc.core.control import Collective
 from engine_svc.core.extras import Extra, Parameters
 from engine_svc.features import packages
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
@@ -50,6 +51,12 @@ def runner_features(
 def reserved_bytes(config: EngineConfig) -> int:
     """The memory of a rank's device that features will take once there are requests."""
     return sum(reserved(config) for reserved in _functions("options", "reserved_bytes").values())
+
+
+def collectives(config: EngineConfig) -> list[Collective]:
+    """Names and parameters of the functions that features have in every rank: see RunnerFeature."""
+    declared = _functions("options", "collectives").values()
+    return [collective for declare in declared for collective in declare(config)]
 
 
 def extra_types() -> list[type[Extra]]:

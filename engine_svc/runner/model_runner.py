@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine_svc.core.control import WakeTag
+from engine_svc.core.control import Collective, WakeTag
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import AdmittedRequest, StepCosts, StepPlan
 from engine_svc.model.context import ForwardContext, HiddenStates
@@ -132,6 +132,11 @@ class ModelRunner:
     def sampler(self) -> Sampler:
         """The sampler, for comparing the state of ranks."""
         return self._sampler
+
+    @property
+    def collectives(self) -> Sequence[Collective]:
+        """Functions of features that an operator may have this rank run."""
+        return self._features.collectives()
 
     def execute(self, plan: StepPlan) -> RunningStep:
         """Run the plan; every row that samples gets one token, and one for each accepted draft.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine_svc.core.control import Collective
 from engine_svc.features.options import FeatureOptions
 from triptych_kit.config import option, require
 
@@ -78,6 +79,11 @@ def folders_of(lora_modules: Iterable[str]) -> dict[str, Path]:
     """The folders of `--lora-modules`, by name."""
     parted = (text.partition("=") for text in lora_modules)
     return {name: Path(path) for name, _, path in parted}
+
+
+def collectives(config: EngineConfig) -> list[Collective]:
+    """What an operator may ask of every rank: `adapters`, how many it has in memory."""
+    return [Collective("adapters", lambda: "")] if config.enable_lora else []
 
 
 def reserved_bytes(config: EngineConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from engine_svc.config import EngineConfig
+from engine_svc.core.control import Collective
 from engine_svc.core.step import AdmittedRequest
 from engine_svc.features.adapters.checkpoint import module_shapes
 from engine_svc.features.adapters.extras import AdapterUse
@@ -56,13 +58,28 @@ class AdapterRows(RunnerFeature):
         self._store = AdapterStore(config.num_cpu_loras, self._load)
         self._adapters: dict[int, LoadedAdapter] = {}  # by row
         self._slots: OrderedDict[LoadedAdapter, int] = OrderedDict()  # the one used last comes last
+        self._free_slots = list(range(self._num_slots))
+        self._num_dropped = 0  # of the store, when slots were cleared last
         self._latest: _StepSlots | None = None  # of the last step; None: its rows have changed
         self._targets = self._enabled(context.model)
 
     def on_model(self, model: Model) -> None:
         self._targets = self._enabled(model)
+        for adapter in self._slots:
+            adapter.has_slot = False
         self._slots.clear()
+        self._free_slots = list(range(self._num_slots))
         self._latest = None
+
+    def collectives(self) -> Sequence[Collective]:
+        return [Collective("adapters", self._describe)]
+
+    def _describe(self) -> str:
+        store = self._store
+        return (
+            f"{store.num_in_memory} in memory, {store.most_in_memory} at most so far, {len(self._slots)} in "
+            "slots"
+        )
 
     def prepare(self, extra: AdapterUse) -> LoadedAdapter:
         return self._store.lease(extra)
@@ -83,8 +100,14 @@ class AdapterRows(RunnerFeature):
     def remove_row(self, row: int) -> None:
         self._adapters.pop(row, None)
         self._latest = None
+        if not self._adapters and self._store.is_full:
+            # No step may follow before one of these has to give way.
+            self._clear([each for each in self._slots if not each.num_leases])
+            self._store.note_release()
 
     def before_forward(self, inputs: StepInputs, context: ForwardContext) -> None:
+        self._clear_dropped()
+        self._store.note_release()
         if self._latest is None or not self._latest.are_of(inputs):
             self._latest = self._give_slots(inputs)
         if self._latest is not None:
@@ -106,16 +129,37 @@ class AdapterRows(RunnerFeature):
         return _StepSlots(inputs.rows, inputs.counts, of_tokens)
 
     def _give_slot(self, adapter: LoadedAdapter, wanted: dict[LoadedAdapter, None]) -> None:
-        slot = len(self._slots)
-        if slot == self._num_slots:
+        if not self._free_slots:
             # The one that was not used for longest.
-            slot = self._slots.pop(next(each for each in self._slots if each not in wanted))
+            self._take_slot(next(each for each in self._slots if each not in wanted))
+        slot = self._free_slots.pop()
         for additions, matrices in zip(self._targets.additions, adapter.matrices, strict=True):
             if matrices is None:
                 additions.clear(slot)
             else:
                 additions.put(slot, matrices)
-        self._slots[adapter] = slot
+        self._slots[adapter], adapter.has_slot = slot, True
+
+    def _take_slot(self, adapter: LoadedAdapter) -> None:
+        self._free_slots.append(self._slots.pop(adapter))
+        adapter.has_slot = False
+
+    def _clear_dropped(self) -> None:
+        """Let adapters leave memory that the store has given up and no row uses."""
+        num_dropped = self._store.num_dropped
+        if num_dropped == self._num_dropped:
+            return
+        used = {*self._adapters.values()}
+        gone = [each for each in self._slots if each.is_dropped]
+        self._clear([each for each in gone if each not in used])
+        if not used.intersection(gone):
+            self._num_dropped = num_dropped
+
+    def _clear(self, adapters: Sequence[LoadedAdapter]) -> None:
+        for adapter in adapters:
+            for additions in self._targets.additions:
+                additions.clear(self._slots[adapter])
+            self._take_slot(adapter)
 
     def _enabled(self, model: Model) -> LowRankTargets:
         if not isinstance(model, LowRankModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,36 +25,62 @@ from engine_svc.model.errors import CheckpointError, listed
 from engine_svc.model.loading.folder import HeaderEntry
 from engine_svc.model.low_rank import LowRankTargets
 
+# How long a load waits for what it replaces to leave memory: steps, and seconds for one to begin.
+_MAX_STEPS = 64
+_IDLE_S = 0.25
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class LoadedAdapter:
     """matrices: what it adds to each projection of this rank, by part; None: nothing to any part.
 
-    num_leases: requests that keep it in memory.
+    num_leases: requests that keep it in memory.  has_slot: set by the thread of steps.  is_dropped: the
+    store has it no longer, and its slot is to be cleared.
     """
 
     digest: str
     matrices: Sequence[Sequence[Any] | None]
     num_leases: int = 0
+    has_slot: bool = False
+    is_dropped: bool = False
 
 
 class AdapterStore:
     """Loads adapters once, and keeps those that were used last. Used by the threads that prepare requests."""
 
-    def __init__(self, max_loaded: int, load: Callable[[AdapterUse], LoadedAdapter]) -> None:
+    def __init__(
+        self,
+        max_loaded: int,
+        load: Callable[[AdapterUse], LoadedAdapter],
+    ) -> None:
         self._max_loaded = max_loaded
         self._load = load
-        self._lock = threading.Lock()
+        self._load_lock = threading.Lock()  # one load at a time
+        self._lock = threading.Lock()  # of all else: held for moments, as the thread of steps takes it
+        self._has_released = threading.Condition()
+        self._is_waiting = False  # a load, for that
         self._pins = Pins()
         self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()  # the one used last comes last
+        self._in_memory: weakref.WeakSet[LoadedAdapter] = weakref.WeakSet()  # also those in slots alone
+        self.most_in_memory = 0
+        self.num_dropped = 0  # so far
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._loaded
 
     def __len__(self) -> int:
         return len(self._loaded)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next load drops an adapter."""
+        return len(self._loaded) >= self._max_loaded
+
+    @property
+    def num_in_memory(self) -> int:
+        """Adapters of this process, wherever they are kept."""
+        return len(self._in_memory)
 
     def lease(self, use: AdapterUse) -> LoadedAdapter:
         """The adapter, which is loaded if need be, until `give_back`. RequestFailed where it cannot be.
@@ -62,28 +89,62 @@ class AdapterStore:
         """
         with self._lock:
             self._pins = self._pins.newest(use.pins)
-            adapter = self._loaded.get(use.digest)
-            if adapter is None:
+            if use.digest in self._loaded:
+                return self._leased(use.digest)
+        with self._load_lock:
+            with self._lock:
+                # Another thread may have loaded it meanwhile.
+                if use.digest in self._loaded:
+                    return self._leased(use.digest)
                 self._make_room()
-                adapter = self._loaded[use.digest] = self._load(use)
-            self._loaded.move_to_end(use.digest)
-            adapter.num_leases += 1
-            return adapter
+            self._wait_for_room()
+            adapter = self._load(use)
+            with self._lock:
+                self._in_memory.add(adapter)
+                self.most_in_memory = max(self.most_in_memory, len(self._in_memory))
+                self._loaded[use.digest] = adapter
+                return self._leased(use.digest)
+
+    def _leased(self, digest: str) -> LoadedAdapter:
+        adapter = self._loaded[digest]
+        self._loaded.move_to_end(digest)
+        adapter.num_leases += 1
+        return adapter
 
     def give_back(self, adapter: LoadedAdapter) -> None:
         with self._lock:
             adapter.num_leases -= 1
 
+    def note_release(self) -> None:
+        """The thread of steps has released what was dropped before a step."""
+        if self._is_waiting:
+            with self._has_released:
+                self._has_released.notify_all()
+
+    def _wait_for_room(self) -> None:
+        """Until what was dropped has left memory: a row or a slot may have it up to the next step."""
+        with self._has_released:
+            self._is_waiting = True
+            num_steps = 0
+            # An idle engine has no step before this load is done.
+            while len(self._in_memory) >= self._max_loaded and num_steps < _MAX_STEPS:
+                num_steps += 1 if self._has_released.wait(_IDLE_S) else _MAX_STEPS
+            self._is_waiting = False
+
     def _make_room(self) -> None:
         while len(self._loaded) >= self._max_loaded:
-            unused = [digest for digest, each in self._loaded.items() if not each.num_leases]
+            unused = [each for each in self._loaded.values() if not each.num_leases]
             if not unused:
                 raise RequestFailed(
                     "RESOURCE_EXHAUSTED",
                     f"{len(self._loaded)} adapters are in use, --max-cpu-loras is {self._max_loaded}",
                 )
-            # Adapters that were pinned since they came here may be all that is left.
-            del self._loaded[min(unused, key=self._pins.digests.__contains__)]
+            # Adapters that were pinned since they came here may be all that is left. One with a slot stays in
+            # memory until the next step.
+            dropped = min(unused, key=lambda each: (each.digest in self._pins.digests, each.has_slot))
+            del self._loaded[dropped.digest]
+            dropped.is_dropped = True
+            self.num_dropped += 1
 
 
 @torch.inference_mode()

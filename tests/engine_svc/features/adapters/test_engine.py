@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +19,7 @@ from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext
 from engine_svc.core.request import FinishReason, Request
 from engine_svc.core.sampling_params import SamplingParams
-from engine_svc.loop.mailbox import Add, Stop
+from engine_svc.loop.mailbox import Add, Call, Stop
 from tests.engine_svc.features.adapters.folders import (
     MLP_AND_ATTENTION,
     write_adapter,
@@ -65,6 +67,17 @@ class Rig:
         self.frontend.read_until_ended(self.num_sent)
         assert {self.frontend.end_of[handle].reason for handle in handles} == {FinishReason.LENGTH}
         return [self.frontend.tokens[handle] for handle in handles]
+
+    def collective(self, name: str) -> list[str]:
+        """What every rank answers."""
+        answer: Future[list[str]] = Future()
+        controls = self.core.controls
+
+        def work() -> None:
+            answer.set_result(controls.run_collective(name, {}))
+
+        self.served.inbox.put(Call(lambda: controls.serve(work)))
+        return answer.result(30)
 
 
 @contextmanager
@@ -172,6 +185,9 @@ def test_more_adapters_than_fit_in_memory_are_served_in_turns(tmp_path):
     with engine(model, enable_lora=True, lora_modules=flags, **options) as rig:
         asked = [names[number * 7 % 6] for number in range(30)]
         assert rig.answers([(PROMPTS[0], name) for name in asked]) == [wanted[name] for name in asked]
+        rig.answers([(PROMPTS[0], name) for name in names[:3]])
+        (in_memory,) = rig.collective("adapters")
+    assert re.fullmatch(r"[1-3] in memory, [1-4] at most so far, [0-2] in slots", in_memory)
 
 
 def test_an_adapter_that_was_changed_after_its_request_ends_that_with_a_status(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from engine_svc.core.errors import RequestFailed
@@ -68,6 +70,46 @@ def test_one_that_is_pinned_no_longer_gives_way_in_its_turn(store):
     store.give_back(store.lease(use_of("b", Pins(1, ("a",)))))
     store.give_back(store.lease(use_of("c", Pins(2, ()))))
     assert "a" not in store
+
+
+def test_those_that_are_kept_elsewhere_count_as_in_memory_until_they_are_let_go(store):
+    first = store.lease(use_of("a"))
+    store.give_back(first)
+    for name in ("b", "c"):
+        store.give_back(store.lease(use_of(name)))
+    assert (len(store), store.num_in_memory, first.is_dropped) == (2, 3, True)
+    del first
+    assert (store.num_in_memory, store.most_in_memory) == (2, 3)
+
+
+def test_one_with_a_slot_gives_way_after_others(store):
+    with_slot = store.lease(use_of("a"))
+    with_slot.has_slot = True
+    for held in (with_slot, store.lease(use_of("b"))):
+        store.give_back(held)
+    store.lease(use_of("c"))
+    assert "a" in store and "b" not in store
+
+
+def test_others_are_leased_and_given_back_while_one_is_loaded():
+    begun, may_end = threading.Event(), threading.Event()
+
+    def load(use: AdapterUse) -> LoadedAdapter:
+        if use.name == "slow":
+            begun.set()
+            may_end.wait(30)
+        return LoadedAdapter(use.digest, [])
+
+    store = AdapterStore(2, load)
+    held = store.lease(use_of("a"))
+    loading = threading.Thread(target=store.lease, args=(use_of("slow"),))
+    loading.start()
+    assert begun.wait(30)
+    store.give_back(held)
+    assert store.lease(use_of("a")) is held and loading.is_alive()
+    may_end.set()
+    loading.join()
+    assert len(store) == 2
 
 
 def test_one_that_cannot_be_loaded_takes_no_room(store):
