@@ -3,10 +3,12 @@
     python -m benchmarks many_adapters --model M1 --json benchmarks/results/many_adapters.json
 
 An engine with `--max-loras 8` and a frontend, over gRPC. A client keeps base streams open, alone and, in
-turns, beside another that keeps requests for adapters open, drawn uniformly or by Zipf's law. Promised: no
-error; the first token of no request comes after those of more than 64 that were sent later; the longest gap
-of the base streams, less that alone, is as the median of the turns at most 20 ms more than beside as many
-requests without adapters, whose prompts take as long.
+turns, beside another that keeps requests open: for the model itself, or for adapters drawn uniformly or by
+Zipf's law. Promised: no error; the first token of no request comes after those of more than 64 that were sent
+later; never more adapters in the engine's memory than `--max-cpu-loras`, as the engine counts them when one
+is loaded; the longest gap of the base streams beside adapters is, as the median of the turns, at most 20 ms
+more than beside as many requests for the model. That is what adapters add: steps with many prompts take as
+long without them.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import statistics
 import tempfile
 import time
@@ -33,6 +36,8 @@ from benchmarks.report import Report, Row, print_table
 from benchmarks.rig.adapter_load import AdapterClient
 from benchmarks.rig.lines import LineProcess, module
 from benchmarks.rig.processes import Fleet, ServicePlan
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
+from triptych.engine.v1 import utility_pb2
 
 MAX_OVERTAKING = 64
 MAX_ADDED_MS = 20.0
@@ -61,7 +66,10 @@ def run(options: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         write_adapters(options.model, Path(folder), options.adapters, options.rank)
         for law in options.law:
-            rows.append(asyncio.run(_measure(options, law, Path(folder))))
+            row = asyncio.run(_measure(options, law, Path(folder)))
+            gaps = [_number(each, "added_gap_ms") for each in (*rows, row) if each["law"] == "model"]
+            beyond_ms = _number(row, "added_gap_ms") - max([0.0, *gaps])
+            rows.append({**row, "gap_beyond_model_ms": beyond_ms})
             print_table(rows[-1:])
     settings = {
         "model": options.model.name,
@@ -76,19 +84,23 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def shortfalls(rows: Sequence[Row]) -> list[str]:
-    of_model = [float(str(row["added_gap_ms"])) for row in rows if row["law"] == "model"]
     limits = {
         "errors": 0.0,
         "base_errors": 0.0,
         "most_overtaken": float(MAX_OVERTAKING),
-        "added_gap_ms": MAX_ADDED_MS + max([0.0, *of_model]),
+        "most_in_memory": float(_NUM_LOADED),
+        "gap_beyond_model_ms": MAX_ADDED_MS,
     }
     return [
         f"{row['law']}: {name} is {row[name]}, at most {limit:g} is promised"
         for row in rows
         for name, limit in limits.items()
-        if float(str(row[name])) > limit
+        if _number(row, name) > limit
     ]
+
+
+def _number(row: Row, name: str) -> float:
+    return float(str(row[name]))
 
 
 def write_adapters(model: Path, folder: Path, count: int, rank: int) -> None:
@@ -127,7 +139,7 @@ async def _measure(options: argparse.Namespace, law: str, adapters: Path) -> Row
     quiet_ms, added_ms, took_s = [], [], []
     num_errors, first_error, most_overtaken = 0, "", 0
     async with (
-        _serving(options.model, adapters, options.requests) as address,
+        _serving(options.model, adapters, options.requests) as (address, engine),
         AdapterClient(address) as client,
     ):
         base = _BaseStreams(client)
@@ -149,6 +161,7 @@ async def _measure(options: argparse.Namespace, law: str, adapters: Path) -> Row
                 arrived = [(at, index) for index, at in enumerate(firsts) if at is not None]
                 most_overtaken = max(most_overtaken, _most_overtaken(arrived))
         await base.stop()
+        most_in_memory = await _most_in_memory(engine)
     return {
         "law": law,
         "requests": options.turns * options.requests,
@@ -156,10 +169,20 @@ async def _measure(options: argparse.Namespace, law: str, adapters: Path) -> Row
         "first_error": first_error,
         "base_errors": base.num_errors,
         "most_overtaken": most_overtaken,
+        "most_in_memory": most_in_memory,
         "turn_s": statistics.median(took_s),
         "longest_gap_ms": statistics.median(quiet_ms),
         "added_gap_ms": statistics.median(added_ms),
     }
+
+
+async def _most_in_memory(engine: str) -> int:
+    """How many adapters the engine with this admin address has had in memory at most."""
+    call = utility_pb2.UtilityCall(collective={"name": "adapters"})
+    async with grpc.aio.insecure_channel(engine) as channel:
+        answer = await admin_pb2_grpc.AdminServiceStub(channel).Utility(admin_pb2.UtilityRequest(call=call))
+    (rank,) = answer.result.collective.ranks
+    return int(re.findall(r"(\d+) at most", rank)[0])
 
 
 def _most_overtaken(arrived: Sequence[tuple[float, int]]) -> int:
@@ -203,7 +226,8 @@ class _BaseStreams:
 
 
 @contextlib.asynccontextmanager
-async def _serving(model: Path, adapters: Path, num_requests: int) -> AsyncIterator[str]:
+async def _serving(model: Path, adapters: Path, num_requests: int) -> AsyncIterator[tuple[str, str]]:
+    """The addresses of a frontend, and of the admin listener of its engine."""
     with tempfile.TemporaryDirectory() as folder:
         async with Fleet(Path(folder)) as fleet:
             flags = ("--enable-lora", f"--max-loras={_NUM_SLOTS}", f"--max-cpu-loras={_NUM_LOADED}")
@@ -214,4 +238,4 @@ async def _serving(model: Path, adapters: Path, num_requests: int) -> AsyncItera
             frontend = fleet.add(ServicePlan("frontend", 0, (f"--engine={engine.address}", *limits)))
             await fleet.start()
             await fleet.until_routed()
-            yield frontend.address
+            yield frontend.address, engine.admin_address
