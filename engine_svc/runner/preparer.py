@@ -225,7 +225,9 @@ class Preparer:
         return True
 
     def _release(self, preparation: _Preparation) -> None:
-        for kind, prepared in preparation.prepared.items():
+        # A thread that waits for its next preparation still has the last one.
+        released, preparation.prepared = preparation.prepared, {}
+        for kind, prepared in released.items():
             self._features[kind].release(prepared)
 
     def _prepare(self, preparation: _Preparation) -> RequestFailed | None:
