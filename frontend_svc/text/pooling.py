@@ -69,15 +69,6 @@ def check_pooling(
         violations.need_enum("pooling.task", pooling.task, sampling_pb2.PoolingTask, tasks)
 
 
-def refuse_unserved_pooling(pooling: sampling_pb2.PoolingParams) -> None:
-    """Raise Unimplemented that names the unsupported parameter."""
-    if pooling.late_interaction_key:
-        field = "pooling.late_interaction_key"
-        raise Unimplemented(
-            f"not served yet: {field}", reason="PARAMETER_NOT_SERVED", metadata={"fields": field}
-        )
-
-
 def check_inputs(
     field: str,
     inputs: Sequence[embedding_pb2.PoolingInput],

@@ -42,8 +42,7 @@ SERVERS = {
     ),
 }  # fmt: skip
 # Refused by name, by code that reads them for that.
-REFUSED = {"ChatPart.media", "PoolingParams.late_interaction_key"}
-REFUSED |= {"Tensor.remote"}
+REFUSED = {"ChatPart.media", "Tensor.remote"}
 Files = list[descriptor_pb2.FileDescriptorProto]
 
 

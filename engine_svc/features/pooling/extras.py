@@ -16,17 +16,24 @@ class PoolingRequest(Extra):
     """task: as in Ready.supported_tasks.  num_dimensions: None for all.  normalizes: None as the model.
 
     second_text_start: of a prompt of two texts; None for one text.
+    late_key: with the task token_embed the vectors are kept under it, with score compared with those.
     """
 
     task: str
     num_dimensions: int | None = None
     normalizes: bool | None = None
     second_text_start: int | None = None
+    late_key: str = ""
+
+    @property
+    def blocker(self) -> str:
+        """A score waits until its query is found."""
+        return "late_query" if self.late_key and self.task == "score" else ""
 
     @property
     def is_per_token(self) -> bool:
         """Whether the result has an entry for each token."""
-        return self.task.startswith("token_")
+        return self.task.startswith("token_") or bool(self.late_key)
 
 
 @dataclass(frozen=True, slots=True)

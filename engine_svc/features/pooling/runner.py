@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine_svc.config import EngineConfig
+from engine_svc.core.errors import RequestFailed
 from engine_svc.core.step import AdmittedRequest
 from engine_svc.features.pooling.extras import PooledResult, PoolingRequest
 from engine_svc.model.context import ForwardContext
@@ -24,26 +27,79 @@ def make(config: EngineConfig, context: RunnerContext) -> RunnerFeature:
     return PoolingRows()
 
 
+_MAX_QUERY_BYTES = 64 << 20
+_ANY_KEY = "*"  # of rows with keys of their own whose results are made together
+
+
 @dataclass(slots=True)
 class _Row:
-    """states: [T, H] of each earlier step, as far as the result needs them."""
+    """states: [T, H] of each earlier step, as far as the result needs them.
+
+    query: [Q, D], vectors that those of the prompt are compared with for a score.
+    """
 
     request: PoolingRequest
     num_prompt_tokens: int
+    query: Tensor | None = None
     states: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Query:
+    """Vectors [Q, D] that are kept, cut to these dimensions; None: whole."""
+
+    vectors: Tensor
+    num_dimensions: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _LateScore:
+    """What is prepared of a request for a score by a key."""
+
+    request: PoolingRequest
+    query: Tensor
 
 
 class PoolingRows(RunnerFeature):
     """The rows that have a result in place of tokens."""
 
+    prepares = PoolingRequest
+
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}
+        self._queries = _Queries()
+
+    def on_model(self, model: Model) -> None:
+        self._queries.clear()
+
+    def prepare(self, extra: PoolingRequest) -> _LateScore:
+        """Raises RequestFailed where no vectors are kept under the key."""
+        query = self._queries.get(extra.late_key)
+        if query is None:
+            raise RequestFailed(
+                "NOT_FOUND",
+                f"pooling.late_interaction_key is {extra.late_key!r}, under which no vectors are kept: "
+                "send the query first, with the task token_embed",
+                field="pooling.late_interaction_key",
+            )
+        if query.num_dimensions != extra.num_dimensions:
+            raise RequestFailed(
+                "INVALID_ARGUMENT",
+                f"pooling.dimensions is {extra.num_dimensions or 'unset'}, must be as of the query under "
+                f"{extra.late_key!r}, {query.num_dimensions or 'unset'}",
+                field="pooling.dimensions",
+            )
+        return _LateScore(extra, query.vectors)
 
     def uses(self, admitted: AdmittedRequest) -> bool:
         return PoolingRequest in admitted.extras
 
     def add_row(self, row: int, admitted: AdmittedRequest) -> None:
-        self._rows[row] = _Row(admitted.extras[PoolingRequest], admitted.num_prompt_tokens)
+        wanted = admitted.extras[PoolingRequest]
+        if isinstance(wanted, _LateScore):
+            self._rows[row] = _Row(wanted.request, admitted.num_prompt_tokens, wanted.query)
+        else:
+            self._rows[row] = _Row(wanted, admitted.num_prompt_tokens)
 
     def remove_row(self, row: int) -> None:
         self._rows.pop(row, None)
@@ -78,17 +134,69 @@ class PoolingRows(RunnerFeature):
                 continue
             whole = torch.cat([*row.states, states]) if row.states else states
             row.states = []
-            complete.setdefault(replace(row.request, second_text_start=None), []).append((row_index, whole))
+            alike = replace(row.request, second_text_start=None)
+            if alike.late_key:
+                alike = replace(alike, task="token_embed", late_key=_ANY_KEY)
+            complete.setdefault(alike, []).append((row_index, whole))
         if not complete:
             return None
-        results = [result for request, rows in complete.items() for result in _results(pooler, request, rows)]
+        results: list[tuple[int, Tensor]] = []
+        for request, rows in complete.items():
+            made = _results(pooler, request, rows)
+            if request.late_key:
+                made = [(row, to_host(self._finished(self._rows[row], tensor))) for row, tensor in made]
+            results += made
         return lambda: {row: _to_extra(tensor) for row, tensor in results}
+
+    def _finished(self, row: _Row, result: Tensor) -> Tensor:
+        """The result, of a score by a key [1]: the sum over the query's vectors of their largest product."""
+        if row.query is not None:
+            return (row.query @ result.t()).amax(1).sum()[None]
+        if row.request.late_key:
+            self._queries.keep(row.request.late_key, _Query(result.clone(), row.request.num_dimensions))
+        return result
+
+
+class _Queries:
+    """Vectors of queries by key, the newest last; the oldest go where they take too much memory.
+
+    Preparing threads read what steps keep.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, _Query] = OrderedDict()
+        self._num_bytes = 0
+
+    def get(self, key: str) -> _Query | None:
+        with self._lock:
+            query = self._kept.get(key)
+            if query is not None:
+                self._kept.move_to_end(key)
+            return query
+
+    def keep(self, key: str, query: _Query) -> None:
+        with self._lock:
+            if (replaced := self._kept.pop(key, None)) is not None:
+                self._num_bytes -= replaced.vectors.nbytes
+            self._kept[key] = query
+            self._num_bytes += query.vectors.nbytes
+            while self._num_bytes > _MAX_QUERY_BYTES and len(self._kept) > 1:
+                self._num_bytes -= self._kept.popitem(last=False)[1].vectors.nbytes
+
+    def clear(self) -> None:
+        with self._lock:
+            self._kept.clear()
+            self._num_bytes = 0
 
 
 def _results(
     pooler: Pooler, request: PoolingRequest, rows: Sequence[tuple[int, Tensor]]
 ) -> list[tuple[int, Tensor]]:
-    """The result of each row, on its way to the host. rows: with the states [T, H] of whole prompts."""
+    """The result of each row, on its way to the host unless the rows have keys.
+
+    rows: with the states [T, H] of whole prompts.
+    """
     numbers, states = [row for row, _ in rows], [states for _, states in rows]
     normalizes = pooler.spec.normalizes if request.normalizes is None else request.normalizes
     if request.is_per_token:
@@ -101,7 +209,8 @@ def _results(
         made = pooler.embed(flat, normalize=normalizes, num_dimensions=request.num_dimensions)
     else:
         made = pooler.scores(flat)
-    made = to_host(made)
+    if not request.late_key:
+        made = to_host(made)
     if not request.is_per_token:
         return list(zip(numbers, made.unbind(0), strict=True))
     return list(zip(numbers, made.split([len(one) for one in states]), strict=True))

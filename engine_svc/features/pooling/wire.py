@@ -12,7 +12,7 @@ from triptych.common.v1 import sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, step_pb2
 from triptych_kit.config import ConfigError
 from triptych_kit.errors import InvalidArgument, Unimplemented
-from triptych_kit.field_checks import check, unserved
+from triptych_kit.field_checks import check
 from triptych_kit.rules import MessageRules
 
 _RULES = MessageRules(sampling_pb2.PoolingParams)
@@ -69,24 +69,29 @@ class PoolingOfAdd(WireFeature):
                 f"pooling.task is {pooling.task}, must be one of {', '.join(_TASKS.values())}",
                 field="pooling.task",
             )
-        if task not in self._spec.tasks:
+        key = pooling.late_interaction_key
+        if key and task not in ("score", "token_embed"):
+            raise InvalidArgument(
+                f"pooling.late_interaction_key is {key!r}, must be left out with task {task}",
+                field="pooling.late_interaction_key",
+            )
+        needed = "token_embed" if key else task
+        if needed not in self._spec.tasks:
             supported = ", ".join(self._spec.tasks)
             raise Unimplemented(
-                f"pooling.task is {task}, this model supports {supported}",
+                f"pooling.task is {needed}, this model supports {supported}",
                 reason="TASK_NOT_SUPPORTED",
-                metadata={"task": task, "supported_tasks": supported},
+                metadata={"task": needed, "supported_tasks": supported},
             )
-        if pooling.late_interaction_key:
-            raise unserved("pooling.late_interaction_key")
         num_dimensions = pooling.dimensions if pooling.HasField("dimensions") else None
         if num_dimensions is not None:
-            self._check_dimensions(num_dimensions, task)
+            self._check_dimensions(num_dimensions, needed)
+        normalizes = pooling.normalize if pooling.HasField("normalize") else None
+        wanted = PoolingRequest(task, num_dimensions, normalizes, second, key)
         return Parsed(
-            PoolingRequest(
-                task, num_dimensions, pooling.normalize if pooling.HasField("normalize") else None, second
-            ),
+            wanted,
             # There are no states of positions that are not computed.
-            skips_reading_prefix_cache=task.startswith("token_") or self._spec.method != "last",
+            skips_reading_prefix_cache=wanted.is_per_token or self._spec.method != "last",
         )
 
     def write(self, step: step_pb2.Step, row: int, extra: PooledResult, now: float) -> None:

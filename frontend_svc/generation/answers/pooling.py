@@ -18,7 +18,6 @@ from frontend_svc.text.pooling import (
     check_result,
     is_per_token,
     read_floats,
-    refuse_unserved_pooling,
     refuse_unsupported,
     tokenize_inputs,
     truncated_pair,
@@ -56,6 +55,7 @@ _RULES: dict[type[PoolingRequest], MessageRules] = {
 
 _EMBED = sampling_pb2.POOLING_TASK_EMBED
 _SCORE = sampling_pb2.POOLING_TASK_SCORE
+_TOKEN_EMBED = sampling_pb2.POOLING_TASK_TOKEN_EMBED
 
 
 class PoolingAnswers:
@@ -73,15 +73,20 @@ class PoolingAnswers:
         params = sampling_pb2.PoolingParams()
         params.CopyFrom(request.pooling)
         params.task = params.task or _EMBED
-        tasks = (_EMBED, sampling_pb2.POOLING_TASK_TOKEN_EMBED)
+        tasks = [_EMBED, _TOKEN_EMBED]
         violations = Violations()
+        if params.late_interaction_key:
+            # Vectors of tokens are kept under it, or a score is made with them.
+            tasks = [_TOKEN_EMBED, _SCORE]
+            rule = "must be TOKEN_EMBED or SCORE beside late_interaction_key"
+            violations.need(params.task in tasks, "pooling.task", params.task, rule)
         check_pooling(request.pooling, tasks, violations)
         model = self._checked_model(request, {"inputs": request.inputs}, violations)
-        refuse_unserved_pooling(params)
-        refuse_unsupported(model, [params.task])
+        refuse_unsupported(model, [_TOKEN_EMBED if params.late_interaction_key else params.task])
         pooled = await self._run(model, params, request, caller)
         for result in pooled.results:
-            if params.HasField("dimensions") and result.tensor.shape[-1] != params.dimensions:
+            is_cut = params.HasField("dimensions") and params.task != _SCORE
+            if is_cut and result.tensor.shape[-1] != params.dimensions:
                 num_dimensions = result.tensor.shape[-1]
                 raise Internal(
                     f"the engine gave {num_dimensions} dimensions where {params.dimensions} were asked for"

@@ -350,12 +350,33 @@ async def test_prompts_that_do_not_fit_are_all_named_before_any_is_sent():
     assert not engine.requests
 
 
-async def test_late_interaction_is_refused_by_name():
-    engine = FakeEngine(pooling(length_vector), supported_tasks=ENGINE_TASKS)
-    async with serving(engine) as (client, _):
-        request = embedding_pb2.EmbedRequest(inputs=[ids(1)], pooling={"late_interaction_key": "k"})
-        error = await error_of(client.embedding.Embed(request))
-    assert error.details() == "not served yet: pooling.late_interaction_key"
+async def test_a_query_is_kept_and_its_documents_are_scored_in_the_same_engine():
+    def result(request: FakeRequest) -> tensor_pb2.Tensor:
+        is_score = request.entry.pooling.task == sampling_pb2.POOLING_TASK_SCORE
+        return tensor([0.5]) if is_score else tensor([1.0] * len(request.prompt), [len(request.prompt), 1])
+
+    engines = [FakeEngine(pooling(result), dp_rank=rank, supported_tasks=ENGINE_TASKS) for rank in range(3)]
+    keys = [f"key {number}" for number in range(6)]
+    async with serving(*engines) as (client, _):
+        await client.until_engines_are_ready(3)
+        for task in (sampling_pb2.POOLING_TASK_TOKEN_EMBED, sampling_pb2.POOLING_TASK_SCORE):
+            for key in keys:
+                params = sampling_pb2.PoolingParams(task=task, late_interaction_key=key)
+                request = embedding_pb2.EmbedRequest(inputs=[ids(1, 2), ids(3)], pooling=params)
+                answer = await client.embedding.Embed(request, timeout=WAIT_S)
+                is_score = task == sampling_pb2.POOLING_TASK_SCORE
+                assert [list(vector.shape) for vector in answer.embeddings] == (
+                    [[1], [1]] if is_score else [[2, 1], [1, 1]]
+                )
+        wrong = embedding_pb2.EmbedRequest(inputs=[ids(1)], pooling={"late_interaction_key": "k"})
+        error = await error_of(client.embedding.Embed(wrong))
+    met = {key: set() for key in keys}
+    for engine in engines:
+        for request in engine.requests:
+            met[request.entry.pooling.late_interaction_key].add(engine.dp_rank)
+    assert all(len(ranks) == 1 for ranks in met.values())
+    assert error.details().startswith("pooling.task is ")
+    assert "must be TOKEN_EMBED or SCORE beside late_interaction_key" in error.details()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,17 +28,31 @@ from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
 
 
-def send(rig: Rig, prompt: list[int], adapter: str) -> int:
+def keep_vectors(rig: Rig) -> dict[int, Tensor]:
+    """Results by handle, as they come."""
+    vectors: dict[int, Tensor] = {}
+
+    def keep(step: StepOutput) -> None:
+        for handle, extras in (step.extras or {}).items():
+            if isinstance(result := extras.get(PooledResult), PooledResult):
+                vectors[handle] = to_tensor(result)
+
+    rig.frontend.on_step = keep
+    return vectors
+
+
+def send(rig: Rig, prompt: list[int], adapter: str = "", **pooling: Any) -> int:
+    """Send a pooling request, for a vector of the prompt unless `pooling` has another task."""
     handle = rig.num_sent
     rig.num_sent += 1
-    pooling = sampling_pb2.PoolingParams(task=sampling_pb2.POOLING_TASK_EMBED)
+    params = sampling_pb2.PoolingParams(**{"task": sampling_pb2.POOLING_TASK_EMBED, **pooling})
     context = AddContext(rig.core.facts, None, prompt)
-    parsed = rig.served.features.parse(add_pb2.AddEntry(adapter=adapter, pooling=pooling), context)
+    parsed = rig.served.features.parse(add_pb2.AddEntry(adapter=adapter, pooling=params), context)
     request = Request(
         f"r{handle}",
         prompt.copy(),
         len(prompt),
-        SamplingParams(1),
+        SamplingParams(1, skip_reading_prefix_cache=any(each.skips_reading_prefix_cache for each in parsed)),
         samples=False,
         extras={type(each.extra): each.extra for each in parsed},
         extra_keys=context.cache_keys,
@@ -57,16 +72,8 @@ def test_a_batch_mixes_vectors_with_adapters_and_without(tmp_path: Path, options
         name: PoolingRig(folder, pooling=PoolingOptions("pooling")).results(prompts, "embed")
         for name, folder in folders.items()
     }
-    vectors: dict[int, Tensor] = {}
-
-    def keep(step: StepOutput) -> None:
-        for handle, extras in (step.extras or {}).items():
-            result = extras[PooledResult]
-            assert isinstance(result, PooledResult)
-            vectors[handle] = to_tensor(result)
-
     with engine(model, enable_lora=True, lora_modules=(f"a={adapter}",), **options) as rig:
-        rig.frontend.on_step = keep
+        vectors = keep_vectors(rig)
         handles = {
             (name, index): send(rig, prompt, name) for name in ("", "a") for index, prompt in prompts.items()
         }

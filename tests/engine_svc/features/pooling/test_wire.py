@@ -62,6 +62,17 @@ def test_only_pooling_has_a_second_text():
         messages.to_request(entry, session_number=1, facts=make_facts(), now=1.0, features=features)
 
 
+def test_a_key_comes_with_vectors_that_are_kept_or_with_a_score():
+    for task, name in (
+        (sampling_pb2.POOLING_TASK_TOKEN_EMBED, "token_embed"),
+        (sampling_pb2.POOLING_TASK_SCORE, "score"),
+    ):
+        request = read(task=task, late_interaction_key="k")
+        assert request.extras == {PoolingRequest: PoolingRequest(name, late_key="k")}
+        assert request.sampling.skip_reading_prefix_cache
+        assert request.extras[PoolingRequest].blocker == ("late_query" if name == "score" else "")
+
+
 def test_its_prompt_may_have_all_positions():
     assert read(MAX_MODEL_LEN).num_prompt_tokens == MAX_MODEL_LEN
     with pytest.raises(InvalidArgument, match=f"{MAX_MODEL_LEN + 1} tokens, the model takes {MAX_MODEL_LEN}"):
@@ -89,7 +100,12 @@ def test_cached_prefixes_are_read_where_the_last_token_makes_the_result():
         ({"dimensions": 0}, InvalidArgument, "pooling.dimensions is 0, must be "),
         ({"dimensions": 9}, InvalidArgument, "pooling.dimensions is 9, must be one of 8, 16"),
         ({"dimensions": 33}, InvalidArgument, "pooling.dimensions is 33, must be at most 32"),
-        ({"late_interaction_key": "k"}, Unimplemented, "pooling.late_interaction_key is not served"),
+        (
+            {"late_interaction_key": "k"},
+            InvalidArgument,
+            "pooling.late_interaction_key is 'k', must be left out with task embed",
+        ),
+        ({"late_interaction_key": "k" * 129}, InvalidArgument, "pooling.late_interaction_key has 129 char"),
     ],
 )
 def test_what_the_model_does_not_serve_is_refused(pooling, error, message):
