@@ -40,6 +40,10 @@ class OtherOrder(Extra):
     blocker: str = "other"
 
 
+class Dish(str):
+    """A text that may have weak references."""
+
+
 class Kitchen(RunnerFeature):
     prepares = Order
 
@@ -66,7 +70,7 @@ class Kitchen(RunnerFeature):
             raise RequestFailed("INVALID_ARGUMENT", "the text is bad")
         if extra.text == "broken":
             raise KeyError("oven")
-        return extra.text.upper()
+        return Dish(extra.text.upper())
 
 
 class Rig:
@@ -159,6 +163,14 @@ def test_nothing_is_kept_of_one_that_is_dropped_before_its_turn(rig: Rig):
     rig.prepare(2, order)
     del order
     rig.preparer.drop_prepared("r2")
+    assert kept() is None
+
+
+def test_nothing_is_kept_of_one_that_was_prepared_when_its_request_ends(rig: Rig):
+    rig.prepare(1, Order("a"))
+    assert rig.answer() == (1, "")
+    rig.preparer.drop_prepared("r1")
+    kept = weakref.ref(rig.feature.released.get(timeout=LIMIT_S))
     assert kept() is None
 
 
