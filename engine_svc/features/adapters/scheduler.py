@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine_svc.config import EngineConfig
 from engine_svc.core.errors import RequestFailed
@@ -14,7 +14,7 @@ from engine_svc.features.adapters.extras import AdapterUse, Pins, adapter_of, ca
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 
 # How many later requests with an adapter may go before one that has no slot, or whose adapter is being
-# loaded; those that do while it is loaded count for both.
+# loaded; those that enter a step while it is loaded count for both.
 MAX_OVERTAKING = 56
 MAX_OVERTAKING_OF_LOADING = 24
 _WAIT_BUCKETS = (0.001, 0.01, 0.1, 1.0, 10.0, 60.0)
@@ -133,12 +133,14 @@ def _take_one(counts: Counter[str], name: str) -> None:
 class _Loading:
     """The loading of an adapter for a request.
 
-    num_after: requests that came later and may be prepared earlier, as their adapters are in memory.
+    after: ids of requests that came later and may be prepared earlier, as their adapters are in memory.
+    num_entered: those of them that have entered a step.
     """
 
     request: Request
     since: float
-    num_after: int = 0
+    after: set[str] = field(default_factory=set)
+    num_entered: int = 0
 
 
 class AdaptersOfSteps(SchedulerFeature):
@@ -214,14 +216,14 @@ class AdapterLimits(AdaptersOfSteps):
             return False
         is_next = next(iter(self._waiting), request) is request
         oldest = next(iter(self._loading.values()), None)
-        is_barred = oldest is not None and oldest.num_after >= MAX_OVERTAKING_OF_LOADING
+        is_barred = oldest is not None and len(oldest.after) >= MAX_OVERTAKING_OF_LOADING
         is_loaded = adapter in self._loaded
         if not is_next or is_barred or not (is_loaded or self._has_room(adapter)):
             self._waiting[request] = None
             return True
         self._waiting.pop(request, None)
         for loading in self._loading.values():
-            loading.num_after += 1
+            loading.after.add(request.request_id)
         if not is_loaded:
             self._loading[request.request_id] = _Loading(request, self._clock.now())
         self._loaded[adapter] += 1
@@ -243,7 +245,7 @@ class AdapterLimits(AdaptersOfSteps):
         if loading is not None:
             self._loads.add("ok" if failure is None else "failed")
             self._load_s.observe(self._clock.now() - loading.since)
-            self.budget.count_overtaken(loading.request, loading.num_after)
+            self.budget.count_overtaken(loading.request, loading.num_entered)
 
     def on_plan(self, plan: StepPlan) -> None:
         for request_id in plan.preempted:
@@ -251,6 +253,8 @@ class AdapterLimits(AdaptersOfSteps):
         for admitted in plan.admitted:
             if (name := self._names.get(admitted.request_id)) is not None:
                 self._running[admitted.request_id] = name
+                for loading in self._loading.values():
+                    loading.num_entered += admitted.request_id in loading.after
 
     def on_finish(self, request: Request) -> None:
         for names in (self._loading, self._names, self._running):

@@ -121,9 +121,10 @@ def loading_stage(
     return stage, preparations
 
 
-def settle(stage: Stage, preparations: Preparations, ranks: NotedRanks) -> None:
-    for number, _ in ranks.sent:
-        preparations.note(number, None)
+def settle(stage: Stage, preparations: Preparations, ranks: NotedRanks, besides: str = "") -> None:
+    for number, request_id in ranks.sent:
+        if request_id != besides:
+            preparations.note(number, None)
     for settled in preparations.take_settled():
         stage.scheduler.unblock(settled.request_id, "adapter")
 
@@ -193,17 +194,23 @@ def test_one_whose_adapter_is_being_loaded_is_overtaken_so_often_and_then_others
     assert len(ranks.ids) == 100
 
 
-def test_those_that_went_before_while_its_adapter_was_loaded_count_where_it_has_no_slot(ranks):
+@pytest.mark.parametrize("enter", [True, False], ids=["entered", "prepared alone"])
+def test_those_that_entered_while_its_adapter_was_loaded_count_where_it_has_no_slot(ranks, enter):
     stage, preparations = loading_stage(ranks, max_adapters=1, max_loaded=4, max_num_seqs=100)
     stage.add(with_adapter(0, "a", max_tokens=200, is_prepared=False))
     settle(stage, preparations, ranks)
     stage.update(stage.schedule())
     stage.add(with_adapter(1, "b", is_prepared=False))
     stage.add(*(with_adapter(number, "a", max_tokens=200, is_prepared=False) for number in range(2, 100)))
+    settle(stage, preparations, ranks, besides="r1")
+    if enter:
+        plan = stage.schedule()
+        assert len(plan.admitted) == MAX_OVERTAKING_OF_LOADING
+        stage.update(plan)
     settle(stage, preparations, ranks)
     settle(stage, preparations, ranks)  # of those that were held until then
     num_admitted = 0
     while admitted := (plan := stage.schedule()).admitted:
         num_admitted += len(admitted)
         stage.update(plan)
-    assert num_admitted == MAX_OVERTAKING - MAX_OVERTAKING_OF_LOADING
+    assert num_admitted == MAX_OVERTAKING - (MAX_OVERTAKING_OF_LOADING if enter else 0)
