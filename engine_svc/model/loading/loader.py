@@ -383,9 +383,11 @@ def _native(
         if isinstance(error, CheckpointError | UnsupportedModel):
             raise
         raise UnsupportedModel(f"{facts.architecture}: {error}") from error
-    if parallel.tp_size * parallel.pp_size == 1 and share is None and reader.unread():
+    # A model that only pools needs no head for tokens; its checkpoint may have one.
+    unread = [name for name in reader.unread() if builder.samples or name != "lm_head.weight"]
+    if parallel.tp_size * parallel.pp_size == 1 and share is None and unread:
         logger.warning(
-            "weights of the checkpoint that the model does not use", extra={"names": listed(reader.unread())}
+            "weights of the checkpoint that the model does not use", extra={"names": listed(unread)}
         )
     reader.finish()
     return model

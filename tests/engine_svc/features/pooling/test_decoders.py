@@ -94,3 +94,12 @@ def test_without_a_pooler_its_requests_alone_end(tmp_path: Path) -> None:
     assert rig.run() == {}
     assert rig.failed == {1: "PoolingRows failed: ValueError: the model has no pooler"}
     assert len(rig.outputs["sampled"]) == 2
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_the_head_for_tokens_of_a_model_that_only_pools_is_not_reported_as_unused(
+    tmp_path: Path, model_impl: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_checkpoint("qwen2", tmp_path, tie_word_embeddings=False)
+    PoolingRig(tmp_path, pooling=PoolingOptions("pooling"), model_impl=model_impl)
+    assert "does not use" not in caplog.text
