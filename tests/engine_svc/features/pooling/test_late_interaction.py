@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from engine_svc.core.pooling_spec import PoolingOptions
@@ -21,11 +22,13 @@ def read(rig: Rig) -> None:
     rig.frontend.read_until_ended(rig.num_sent)
 
 
-def test_a_score_is_the_sum_over_the_query_of_the_largest_products(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.chaos)], ids=["alone", "tp 2"])
+def test_a_score_is_the_sum_over_the_query_of_the_largest_products(tmp_path: Path, num_ranks: int) -> None:
     make_checkpoint("qwen3", tmp_path)
     prompts = {str(index): prompt for index, prompt in enumerate(PROMPTS)}
     alone = PoolingRig(tmp_path, pooling=PoolingOptions("pooling")).results(prompts, "token_embed")
-    with engine(tmp_path, runner="pooling", max_num_batched_tokens=16) as rig:
+    options = {"runner": "pooling", "max_num_batched_tokens": 16, "tensor_parallel_size": num_ranks}
+    with engine(tmp_path, **options) as rig:
         vectors = keep_vectors(rig)
         queries = [
             send(rig, PROMPTS[index], task=TOKEN_EMBED, late_interaction_key=f"q{index}") for index in (0, 1)
