@@ -56,6 +56,7 @@ class PoolingSpec:
     dense: folders of projections that follow, in order.
     dimensions: to which a vector can be cut; (): to any, None: to none.
     num_dimensions: of an uncut vector.
+    activates: whether classes are probabilities where a request does not say; False: logits.
     problem_type: of a classifier, as in config.json.
     class_tokens: whose logits after the prompt make the classes; (): the checkpoint has a head for classes.
     compares_tokens: the only class is the logit of the second of two less that of the first.

@@ -31,7 +31,7 @@ _ACTIVATIONS: dict[str, Head] = {
 class Pooler:
     """Computes results from hidden states. classify: [R, H] states to logits [R, classes], if it has classes.
 
-    activation: from logits to what is returned.
+    activation: from logits to probabilities; None without classes and in a regression.
     """
 
     spec: PoolingSpec
@@ -46,11 +46,11 @@ class Pooler:
         vectors = states.float()[:, :num_dimensions]
         return nn.functional.normalize(vectors, dim=-1) if normalize else vectors
 
-    def scores(self, states: Tensor) -> Tensor:
-        """Scores [R, classes] fp32 of states [R, H]."""
+    def scores(self, states: Tensor, *, activate: bool) -> Tensor:
+        """Scores [R, classes] fp32 of states [R, H], logits unless `activate`."""
         assert self.classify is not None, "a model with classes has a head for them"
         logits = self.classify(states).float()
-        return logits if self.activation is None else self.activation(logits)
+        return self.activation(logits) if activate and self.activation is not None else logits
 
 
 @runtime_checkable
@@ -72,7 +72,7 @@ def make_pooler(
     """The pooler of a folder's model. Raises CheckpointError or UnsupportedModel for bad projections."""
     dense = tuple(_read_dense(folder / path, dtype, device) for path in spec.dense)
     activation: Head | None = None
-    if classify is not None and spec.activates and spec.problem_type != "regression":
+    if classify is not None and spec.problem_type != "regression":
         is_single = spec.num_classes == 1 or spec.problem_type == "multi_label_classification"
         activation = torch.sigmoid if is_single else _softmax
     return Pooler(spec, dense, classify, activation)

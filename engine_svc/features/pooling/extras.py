@@ -17,6 +17,7 @@ class PoolingRequest(Extra):
 
     second_text_start: of a prompt of two texts; None for one text.
     late_key: with the task token_embed the vectors are kept under it, with score compared with those.
+    activates: of classes and scores, False for logits; None as the model.
     """
 
     task: str
@@ -24,6 +25,7 @@ class PoolingRequest(Extra):
     normalizes: bool | None = None
     second_text_start: int | None = None
     late_key: str = ""
+    activates: bool | None = None
 
     @property
     def blocker(self) -> str:

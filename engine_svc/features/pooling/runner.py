@@ -208,7 +208,8 @@ def _results(
     if request.task in ("embed", "token_embed"):
         made = pooler.embed(flat, normalize=normalizes, num_dimensions=request.num_dimensions)
     else:
-        made = pooler.scores(flat)
+        activates = pooler.spec.activates if request.activates is None else request.activates
+        made = pooler.scores(flat, activate=activates)
     if not request.late_key:
         made = to_host(made)
     if not request.is_per_token:

@@ -23,6 +23,7 @@ _TASKS = {
     sampling_pb2.POOLING_TASK_TOKEN_EMBED: "token_embed",
     sampling_pb2.POOLING_TASK_TOKEN_CLASSIFY: "token_classify",
 }
+_VECTORS = ("embed", "token_embed")
 
 
 def make(config: EngineConfig) -> WireFeature | None:
@@ -87,7 +88,14 @@ class PoolingOfAdd(WireFeature):
         if num_dimensions is not None:
             self._check_dimensions(num_dimensions, needed)
         normalizes = pooling.normalize if pooling.HasField("normalize") else None
-        wanted = PoolingRequest(task, num_dimensions, normalizes, second, key)
+        activates = pooling.use_activation if pooling.HasField("use_activation") else None
+        if activates is not None and needed in _VECTORS:
+            reason = "beside late_interaction_key" if key else f"with task {task}"
+            raise InvalidArgument(
+                f"pooling.use_activation is {activates}, must be left out {reason}",
+                field="pooling.use_activation",
+            )
+        wanted = PoolingRequest(task, num_dimensions, normalizes, second, key, activates)
         return Parsed(
             wanted,
             # There are no states of positions that are not computed.
@@ -101,7 +109,7 @@ class PoolingOfAdd(WireFeature):
     def _check_dimensions(self, num_dimensions: int, task: str) -> None:
         allowed, most = self._spec.dimensions, self._spec.num_dimensions
         rule = ""
-        if allowed is None or task not in ("embed", "token_embed"):
+        if allowed is None or task not in _VECTORS:
             rule = f"left out: results of this model and task {task} cannot be cut"
         elif num_dimensions > most:
             rule = f"at most {most}"

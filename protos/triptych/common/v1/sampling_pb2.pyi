@@ -166,13 +166,15 @@ class StructuredChoice(_message.Message):
     def __init__(self, choices: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PoolingParams(_message.Message):
-    __slots__ = ("task", "dimensions", "normalize", "late_interaction_key")
+    __slots__ = ("task", "dimensions", "normalize", "late_interaction_key", "use_activation")
     TASK_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     NORMALIZE_FIELD_NUMBER: _ClassVar[int]
     LATE_INTERACTION_KEY_FIELD_NUMBER: _ClassVar[int]
+    USE_ACTIVATION_FIELD_NUMBER: _ClassVar[int]
     task: PoolingTask
     dimensions: int
     normalize: bool
     late_interaction_key: str
-    def __init__(self, task: _Optional[_Union[PoolingTask, str]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ..., late_interaction_key: _Optional[str] = ...) -> None: ...
+    use_activation: bool
+    def __init__(self, task: _Optional[_Union[PoolingTask, str]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ..., late_interaction_key: _Optional[str] = ..., use_activation: _Optional[bool] = ...) -> None: ...

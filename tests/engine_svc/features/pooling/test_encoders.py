@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine_svc.core.pooling_spec import PoolingOptions
 from engine_svc.features.pooling.extras import PoolingRequest
 from tests.engine_svc.features.pooling.rig import PoolingRig
 from tests.engine_svc.model.encoders import (
@@ -74,6 +76,26 @@ def test_a_single_class_is_a_score_from_0_to_1(tmp_path: Path) -> None:
     for name, score in rig.results(prompts, "score").items():
         expected = logits_alone(model, prompts[name]).sigmoid()
         torch.testing.assert_close(score, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("head", "num_labels"), [("classify", 3), ("classify", 1), ("token_classify", 3)])
+@pytest.mark.parametrize("default", [True, False])
+def test_a_batch_mixes_probabilities_and_logits(
+    tmp_path: Path, head: str, num_labels: int, default: bool
+) -> None:
+    model = save_encoder(tmp_path, "bert", head, num_labels=num_labels)
+    options = PoolingOptions(pooler_config=json.dumps({"use_activation": default}))
+    rig, prompts = PoolingRig(tmp_path, pooling=options), prompts_of()
+    task = "score" if num_labels == 1 else head
+    chosen = {name: (True, False, None)[index % 3] for index, name in enumerate(prompts)}
+    for name, activates in chosen.items():
+        rig.add(name, prompts[name], PoolingRequest(task, activates=activates))
+    results = rig.run()
+    for name, activates in chosen.items():
+        expected = logits_alone(model, prompts[name])
+        if default if activates is None else activates:
+            expected = expected.sigmoid() if num_labels == 1 else expected.softmax(-1)
+        torch.testing.assert_close(results[name], expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("method", ["mean", "max", "cls", "mean_sqrt_len_tokens", "lasttoken"])

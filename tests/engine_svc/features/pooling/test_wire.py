@@ -73,6 +73,14 @@ def test_a_key_comes_with_vectors_that_are_kept_or_with_a_score():
         assert request.extras[PoolingRequest].blocker == ("late_query" if name == "score" else "")
 
 
+def test_classes_may_be_asked_for_as_logits():
+    spec = PoolingSpec(("classify",), "classify", True, "cls", 32, num_classes=2)
+    task = sampling_pb2.POOLING_TASK_CLASSIFY
+    for activates in (True, False):
+        request = read(spec=spec, task=task, use_activation=activates)
+        assert request.extras == {PoolingRequest: PoolingRequest("classify", activates=activates)}
+
+
 def test_its_prompt_may_have_all_positions():
     assert read(MAX_MODEL_LEN).num_prompt_tokens == MAX_MODEL_LEN
     with pytest.raises(InvalidArgument, match=f"{MAX_MODEL_LEN + 1} tokens, the model takes {MAX_MODEL_LEN}"):
@@ -104,6 +112,20 @@ def test_cached_prefixes_are_read_where_the_last_token_makes_the_result():
             {"late_interaction_key": "k"},
             InvalidArgument,
             "pooling.late_interaction_key is 'k', must be left out with task embed",
+        ),
+        (
+            {"use_activation": False},
+            InvalidArgument,
+            "pooling.use_activation is False, must be left out with task embed",
+        ),
+        (
+            {
+                "use_activation": True,
+                "task": sampling_pb2.POOLING_TASK_SCORE,
+                "late_interaction_key": "k",
+            },
+            InvalidArgument,
+            "pooling.use_activation is True, must be left out beside late_interaction_key",
         ),
         ({"late_interaction_key": "k" * 129}, InvalidArgument, "pooling.late_interaction_key has 129 char"),
     ],
