@@ -236,11 +236,18 @@ class LLM:
         return self._embed(prompts, "token_embed", dimensions, normalize)
 
     @checks_arguments
-    def classify(self, prompts: Prompt | Sequence[Prompt]) -> list[ClassificationResult]:
-        """Class probabilities of each prompt. FailedPrecondition if the model has no classes."""
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, use_activation: bool | None = None
+    ) -> list[ClassificationResult]:
+        """Class probabilities of each prompt, logits without `use_activation`; None: as the model.
+
+        FailedPrecondition if the model has no classes.
+        """
         inputs = read_prompts(prompts)
         _check_task(self._described, "classify")
-        request = embedding_pb2.ClassifyRequest(inputs=map(pooling_input, inputs))
+        request = embedding_pb2.ClassifyRequest(
+            inputs=map(pooling_input, inputs), use_activation=use_activation
+        )
         response: embedding_pb2.ClassifyResponse = self._run(self._calls.pool("Classify", request))
         labels = tuple(response.labels)
         return [
@@ -250,10 +257,15 @@ class LLM:
 
     @checks_arguments
     def score(
-        self, queries: Prompt | Sequence[Prompt], documents: Prompt | Sequence[Prompt]
+        self,
+        queries: Prompt | Sequence[Prompt],
+        documents: Prompt | Sequence[Prompt],
+        *,
+        use_activation: bool | None = None,
     ) -> list[ScoreResult]:
         """The score of each document for its query, or for the only query.
 
+        use_activation: False for logits; None: as the model.
         FailedPrecondition if the model does not support it.
         """
         query_prompts, document_prompts = (
@@ -268,7 +280,9 @@ class LLM:
             )
         _check_task(self._described, "score")
         request = embedding_pb2.ScoreRequest(
-            queries=map(pooling_input, query_prompts), documents=map(pooling_input, document_prompts)
+            queries=map(pooling_input, query_prompts),
+            documents=map(pooling_input, document_prompts),
+            use_activation=use_activation,
         )
         response: embedding_pb2.ScoreResponse = self._run(self._calls.pool("Score", request))
         return [ScoreResult(index, score) for index, score in enumerate(response.scores)]

@@ -30,8 +30,8 @@ from triptych_client.embedding_requests import (
     ClassifyOptions,
     EmbedOptions,
     PoolingInput,
-    PoolingOptions,
     RerankOptions,
+    ScoreOptions,
     build_classify_request,
     build_embed_request,
     build_rerank_request,
@@ -164,7 +164,7 @@ class Client:
         self,
         queries: Sequence[PoolingInput],
         documents: Sequence[PoolingInput],
-        **options: Unpack[PoolingOptions],
+        **options: Unpack[ScoreOptions],
     ) -> Scores:
         """The score of each document for the query at the same index, or for the only query."""
         request = build_score_request(queries, documents, options)

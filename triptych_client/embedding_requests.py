@@ -30,13 +30,19 @@ class EmbedOptions(PoolingOptions, total=False):
     per_token: bool
 
 
-class RerankOptions(PoolingOptions, total=False):
+class ScoreOptions(PoolingOptions, total=False):
+    """`use_activation`: False returns logits; unset: as the model."""
+
+    use_activation: bool
+
+
+class RerankOptions(ScoreOptions, total=False):
     """`top_n`: how many of the best documents are returned; unset: all."""
 
     top_n: int
 
 
-class ClassifyOptions(PoolingOptions, total=False):
+class ClassifyOptions(ScoreOptions, total=False):
     """`per_token`: classify each token instead of the whole prompt."""
 
     per_token: bool
@@ -51,7 +57,7 @@ def build_embed_request(inputs: Sequence[PoolingInput], options: EmbedOptions) -
 
 
 def build_score_request(
-    queries: Sequence[PoolingInput], documents: Sequence[PoolingInput], options: PoolingOptions
+    queries: Sequence[PoolingInput], documents: Sequence[PoolingInput], options: ScoreOptions
 ) -> embedding_pb2.ScoreRequest:
     fields = {"queries": _inputs(queries), "documents": _inputs(documents)}
     return build_message(embedding_pb2.ScoreRequest, fields, options)

@@ -160,13 +160,14 @@ async def test_vectors_scores_orders_and_classes() -> None:
         embeddings = await client.embed([[1, 2], [3]], request_id="mine")
         scores = await client.score([[1, 2]], [[3], [4, 5]])
         ranking = await client.rerank([1, 2], [[3], [4, 5]], top_n=1)
-        classes = await client.classify([[1, 2]])
+        classes = await client.classify([[1, 2]], use_activation=False)
     assert [tensor.vector for tensor in embeddings.embeddings] == [(2.0, 1.0), (1.0, 1.0)]
     assert (embeddings.request_id, embeddings.usage.num_prompt_tokens) == ("mine", 3)
     assert len(scores.scores) == 2
     assert [document.document_index for document in ranking.documents] == [1]
     assert ranking.documents[0].score == scores.scores[1]
     assert classes.results[0].vectors == ((2.0, 1.0),)
+    assert engine.requests[-1].entry.pooling.HasField("use_activation")
 
 
 async def test_a_request_can_be_looked_at_and_aborted_by_its_id() -> None:

@@ -92,7 +92,7 @@ class PoolingOfAdd(WireFeature):
         if activates is not None and needed in _VECTORS:
             reason = "beside late_interaction_key" if key else f"with task {task}"
             raise InvalidArgument(
-                f"pooling.use_activation is {activates}, must be left out {reason}",
+                f"pooling.use_activation is {str(activates).lower()}, must be left out {reason}",
                 field="pooling.use_activation",
             )
         wanted = PoolingRequest(task, num_dimensions, normalizes, second, key, activates)

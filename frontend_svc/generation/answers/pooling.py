@@ -26,7 +26,7 @@ from frontend_svc.text.score_template import render_pairs
 from frontend_svc.text.tokenize.id_column import id_column
 from triptych.api.v1 import embedding_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2
-from triptych_kit.errors import Internal
+from triptych_kit.errors import Internal, InvalidArgument
 from triptych_kit.rules import MessageRules
 
 Inputs: TypeAlias = Sequence[embedding_pb2.PoolingInput]
@@ -81,6 +81,12 @@ class PoolingAnswers:
             rule = "must be TOKEN_EMBED or SCORE beside late_interaction_key"
             violations.need(params.task in tasks, "pooling.task", params.task, rule)
         check_pooling(request.pooling, tasks, violations)
+        violations.need(
+            not params.HasField("use_activation"),
+            "pooling.use_activation",
+            params.use_activation,
+            "must be left out, as no classes are asked for",
+        )
         model = self._checked_model(request, {"inputs": request.inputs}, violations)
         refuse_unsupported(model, [_TOKEN_EMBED if params.late_interaction_key else params.task])
         pooled = await self._run(model, params, request, caller)
@@ -100,13 +106,13 @@ class PoolingAnswers:
     async def classify(
         self, request: embedding_pb2.ClassifyRequest, caller: Caller
     ) -> embedding_pb2.ClassifyResponse:
-        """Class probabilities for each input, or for each of its tokens."""
+        """Class probabilities, or logits, for each input, or for each of its tokens."""
         task = sampling_pb2.POOLING_TASK_CLASSIFY
         if request.per_token:
             task = sampling_pb2.POOLING_TASK_TOKEN_CLASSIFY
         model = self._checked_model(request, {"inputs": request.inputs}, Violations())
         refuse_unsupported(model, [task])
-        params = sampling_pb2.PoolingParams(task=task)
+        params = sampling_pb2.PoolingParams(task=task, use_activation=_activates(request))
         pooled = await self._run(model, params, request, caller)
         return embedding_pb2.ClassifyResponse(
             results=[result.tensor for result in pooled.results],
@@ -186,6 +192,13 @@ class PoolingAnswers:
         """A score for each document. `inputs`: queries (one, or as many as documents), then documents."""
         refuse_unsupported(model, [_SCORE, _EMBED])
         is_by_pairs = "score" in model.supported_tasks
+        activates = _activates(request)
+        if activates is not None and not is_by_pairs:
+            raise InvalidArgument(
+                f"use_activation is {str(activates).lower()}, must be left out: scores of model "
+                f"{model.name!r} are cosines",
+                field="use_activation",
+            )
         (query_field, queries), (document_field, documents) = inputs.items()
 
         async def tokenize() -> list[PoolingPrompt]:
@@ -220,7 +233,7 @@ class PoolingAnswers:
             starts = map(template.second_start, firsts)
             return list(map(PoolingPrompt, pairs, keys, starts))
 
-        params = sampling_pb2.PoolingParams(task=_SCORE)
+        params = sampling_pb2.PoolingParams(task=_SCORE, use_activation=activates)
         if not is_by_pairs:
             params = sampling_pb2.PoolingParams(task=_EMBED, normalize=True)
         pooled = await self._pooling.run(
@@ -233,6 +246,12 @@ def _num_kept(request: PoolingRequest, model: ServedModel) -> int | None:
     """How many tokens of each prompt are kept; None: all."""
     num_kept = request.truncate_prompt_tokens
     return model.max_model_len if num_kept < 0 else num_kept or None
+
+
+def _activates(
+    request: embedding_pb2.ClassifyRequest | embedding_pb2.ScoreRequest | embedding_pb2.RerankRequest,
+) -> bool | None:
+    return request.use_activation if request.HasField("use_activation") else None
 
 
 def _pair_scores(pooled: PooledPrompts) -> list[float]:

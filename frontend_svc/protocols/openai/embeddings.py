@@ -50,11 +50,15 @@ Texts = str | list[str]
 
 
 class PoolingBody(Base, kw_only=True):
+    """use_activation: False for logits of classes. activation: vLLM's older name of it."""
+
     ignored: ClassVar[frozenset[str]] = frozenset({"user"})
 
     model: str = ""
     request_id: str | None = None
     truncate_prompt_tokens: int | None = None  # vLLM's
+    use_activation: bool | None = None  # vLLM's
+    activation: bool | None = None
 
 
 class InputBody(PoolingBody, kw_only=True):
@@ -117,7 +121,7 @@ class EmbeddingRoutes:
 
     async def _embeddings(self, request: Request) -> Response:
         body, ignored = await body_of(request, EmbeddingBody)
-        api_request = await self._embed_request(request, body, ignored)
+        api_request = await self._embed_request(request, body, ignored, "embed")
         answer = await unless_disconnected(request, self._pooling.embed(api_request, caller_of(request)))
         write = _base64_of if body.encoding_format == "base64" else _floats_of
         data = []
@@ -161,16 +165,13 @@ class EmbeddingRoutes:
         task = body.task or self._first_task(body.model)
         tensors: Sequence[tensor_pb2.Tensor]
         if task in ("classify", "token_classify"):
-            for name in ("dimensions", "normalize"):
-                if getattr(body, name) is not None:
-                    raise InvalidArgument(f"{name} is given, must be left out with task {task}", field=name)
+            _refuse(body, ("dimensions", "normalize"), task)
             classify = await self._classify_request(request, body, ignored)
             classify.per_token = task == "token_classify"
             classes = await unless_disconnected(request, self._pooling.classify(classify, caller_of(request)))
             name, tensors, usage = classes.request_id, classes.results, classes.usage
         else:
-            embed = await self._embed_request(request, body, ignored)
-            embed.pooling.task = _EMBEDDINGS[task]
+            embed = await self._embed_request(request, body, ignored, task)
             vectors = await unless_disconnected(request, self._pooling.embed(embed, caller_of(request)))
             name, tensors, usage = vectors.request_id, vectors.embeddings, vectors.usage
         write = _base64_of if body.encoding_format == "base64" else _nested_of
@@ -198,7 +199,7 @@ class EmbeddingRoutes:
         )
         set_field(api_request, "request_id", body.request_id)
         set_field(api_request, "truncate_prompt_tokens", body.truncate_prompt_tokens)
-        names = {"queries": query_field, "documents": document_field}
+        names = {"queries": query_field, "documents": document_field, **_set_activation(api_request, body)}
         request.state.name_of = _names_of(names)
         answer = await unless_disconnected(request, self._pooling.score(api_request, caller_of(request)))
         content = {
@@ -224,7 +225,7 @@ class EmbeddingRoutes:
         set_field(api_request, "request_id", body.request_id)
         set_field(api_request, "truncate_prompt_tokens", body.truncate_prompt_tokens)
         set_field(api_request, "top_n", body.top_n)
-        request.state.name_of = _names_of({"query[0]": "query"})
+        request.state.name_of = _names_of({"query[0]": "query", **_set_activation(api_request, body)})
         answer = await unless_disconnected(request, self._pooling.rerank(api_request, caller_of(request)))
         results = []
         for result in answer.results:
@@ -241,12 +242,14 @@ class EmbeddingRoutes:
         return json_response(content, ignored)
 
     async def _embed_request(
-        self, request: Request, body: EmbeddingBody, ignored: IgnoredFields
+        self, request: Request, body: EmbeddingBody, ignored: IgnoredFields, task: str
     ) -> embedding_pb2.EmbedRequest:
+        _refuse(body, ("use_activation", "activation"), task)
         inputs = await self._inputs_of(request, body, ignored)
         api_request = embedding_pb2.EmbedRequest(model=self._name_of(body.model), inputs=inputs)
         set_field(api_request, "request_id", body.request_id)
         set_field(api_request, "truncate_prompt_tokens", body.truncate_prompt_tokens)
+        api_request.pooling.task = _EMBEDDINGS[task]
         set_field(api_request.pooling, "dimensions", body.dimensions)
         set_field(api_request.pooling, "normalize", body.normalize)
         return api_request
@@ -256,6 +259,7 @@ class EmbeddingRoutes:
     ) -> embedding_pb2.ClassifyRequest:
         inputs = await self._inputs_of(request, body, ignored)
         api_request = embedding_pb2.ClassifyRequest(model=self._name_of(body.model), inputs=inputs)
+        _set_activation(api_request, body)
         set_field(api_request, "request_id", body.request_id)
         set_field(api_request, "truncate_prompt_tokens", body.truncate_prompt_tokens)
         return api_request
@@ -329,6 +333,24 @@ def _pair_of(body: ScoreBody) -> tuple[tuple[str, Texts], tuple[str, Texts]]:
     raise InvalidArgument(
         f"{shown} given; give text_1 and text_2, or queries and documents", field=next(iter(fields), "text_1")
     )
+
+
+def _refuse(body: PoolingBody, names: Sequence[str], task: str) -> None:
+    """Raise InvalidArgument if the body has a field that the task does not take."""
+    for name in names:
+        if getattr(body, name) is not None:
+            raise InvalidArgument(f"{name} is given, must be left out with task {task}", field=name)
+
+
+def _set_activation(api_request: Any, body: PoolingBody) -> dict[str, str]:
+    """Set `use_activation` if the body has it, by either name, and return the body's name by this one."""
+    if body.activation is None:
+        set_field(api_request, "use_activation", body.use_activation)
+        return {}
+    if body.use_activation is not None:
+        raise InvalidArgument("activation is given beside use_activation, its newer name", field="activation")
+    api_request.use_activation = body.activation
+    return {"use_activation": "activation"}
 
 
 def _names_of(names: Mapping[str, str]) -> Callable[[str], str]:

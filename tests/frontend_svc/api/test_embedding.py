@@ -270,6 +270,45 @@ async def test_rerank_gives_the_best_first_and_equal_ones_in_order():
             assert response.results[0].score == 9.0
 
 
+@pytest.mark.parametrize("activates", [None, True, False])
+async def test_classes_and_scores_are_probabilities_or_logits(activates: bool | None):
+    engine = FakeEngine(pooling(lambda _: tensor([0.5])), supported_tasks=("classify", "score"))
+    given = {"use_activation": activates}
+    async with serving(engine) as (client, _):
+        await client.embedding.Classify(embedding_pb2.ClassifyRequest(inputs=[ids(1)], **given))
+        pair = embedding_pb2.ScoreRequest(queries=[ids(1)], documents=[ids(1)], **given)
+        await client.embedding.Score(pair, timeout=WAIT_S)
+        await client.embedding.Rerank(embedding_pb2.RerankRequest(query=ids(1), documents=[ids(1)], **given))
+    assert [request.entry.pooling for request in engine.requests] == [
+        sampling_pb2.PoolingParams(task=task, **given)
+        for task in (sampling_pb2.POOLING_TASK_CLASSIFY, *[sampling_pb2.POOLING_TASK_SCORE] * 2)
+    ]
+
+
+async def test_vectors_and_their_cosines_have_no_activation():
+    engine = FakeEngine(pooling(length_vector), supported_tasks=("embed", "token_embed"))
+    async with serving(engine) as (client, _):
+        calls = [
+            client.embedding.Embed(
+                embedding_pb2.EmbedRequest(inputs=[ids(1)], pooling={"use_activation": False})
+            ),
+            client.embedding.Score(
+                embedding_pb2.ScoreRequest(queries=[ids(1)], documents=[ids(1)], use_activation=False)
+            ),
+            client.embedding.Rerank(
+                embedding_pb2.RerankRequest(query=ids(1), documents=[ids(1)], use_activation=True)
+            ),
+        ]
+        errors = [await error_of(call) for call in calls]
+    assert {error.code() for error in errors} == {grpc.StatusCode.INVALID_ARGUMENT}
+    assert [error.details() for error in errors] == [
+        "pooling.use_activation is false, must be left out, as no classes are asked for",
+        "use_activation is false, must be left out: scores of model 'tiny' are cosines",
+        "use_activation is true, must be left out: scores of model 'tiny' are cosines",
+    ]
+    assert not engine.requests
+
+
 async def test_92_a_generate_model_refuses_by_name_what_it_does_not_support():
     async with serving_one() as (engine, client, _):
         calls = [

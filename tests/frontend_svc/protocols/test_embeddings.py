@@ -269,6 +269,43 @@ async def test_results_of_prompts_are_lists_or_base64():
     assert (refused.status, refused.body["error"]["param"]) == (400, "dimensions")
 
 
+@pytest.mark.parametrize("name", ["use_activation", "activation"])
+async def test_classes_and_scores_may_be_logits_by_both_names_of_vllm(name):
+    engine = pooling_engine(tasks=("classify", "token_classify"))
+    scoring = scoring_engine()
+    async with served(engine) as client:
+        for path, body in (("/classify", {}), ("/pooling", {"task": "classify"})):
+            assert (await client.post(path, {"input": "the", name: False, **body})).status == 200
+    async with served(scoring) as client:
+        for path, body in (
+            ("/score", {"text_1": "a", "text_2": "b"}),
+            ("/rerank", {"query": "a", "documents": ["b"]}),
+        ):
+            assert (await client.post(path, {**body, name: False})).status == 200
+    sent = [request.entry.pooling for request in (*engine.requests, *scoring.requests)]
+    assert [(params.HasField("use_activation"), params.use_activation) for params in sent] == [
+        (True, False)
+    ] * 4
+
+
+async def test_an_activation_is_refused_with_vectors_and_by_two_names():
+    async with served(pooling_engine(tasks=("embed", "classify"))) as client:
+        replies = [
+            await client.post(path, body)
+            for path, body in (
+                ("/v1/embeddings", {"input": "the", "use_activation": False}),
+                ("/pooling", {"input": "the", "task": "embed", "activation": True}),
+                ("/score", {"text_1": "a", "text_2": "b", "activation": False}),
+                ("/classify", {"input": "the", "use_activation": False, "activation": True}),
+            )
+        ]
+    errors = [reply.body["error"] for reply in replies]
+    assert [reply.status for reply in replies] == [400] * 4
+    assert [error["param"] for error in errors] == ["use_activation", *["activation"] * 3]
+    assert errors[0]["message"] == "use_activation is given, must be left out with task embed"
+    assert errors[3]["message"] == "activation is given beside use_activation, its newer name"
+
+
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/classify", "/pooling"])
 async def test_messages_make_one_prompt_by_the_template(path):
     template = (

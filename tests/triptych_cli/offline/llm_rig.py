@@ -117,10 +117,12 @@ class FakeFrontend(
         return embedding_pb2.EmbedResponse(embeddings=rows)
 
     async def Classify(self, request, context):
+        self.requests.append(request)
         results = [_tensor([0.25, 0.75]) for _ in request.inputs]
         return embedding_pb2.ClassifyResponse(results=results, labels=["no", "yes"])
 
     async def Score(self, request, context):
+        self.requests.append(request)
         return embedding_pb2.ScoreResponse(scores=[float(len(one.prompt)) for one in request.documents])
 
     async def _hang(self) -> None:

@@ -357,7 +357,7 @@ def test_the_package_offers_the_facade_and_one_module_of_exceptions() -> None:
 
 ARGUMENTS_OF_VLLM = (
     "logits_processors", "skip_tokenizer_init", "tokenization_kwargs", "swap_space",
-    "trust_remote_code", "hf_overrides", "fully_sharded_loras", "tokenizer_mode", "compilation_config",
+    "trust_remote_code", "fully_sharded_loras", "tokenizer_mode", "compilation_config",
 )  # fmt: skip
 
 
@@ -621,12 +621,16 @@ def test_pooling_goes_to_the_embedding_service_where_the_model_can() -> None:
             [3.0, 0.5],
         ]
         assert [result.values for result in llm.encode("ab")] == [[[1.0, 2.0], [3.0, 4.0]]]
-        (classes,) = llm.classify("ab")
+        (classes,) = llm.classify("ab", use_activation=False)
         assert (classes.values, classes.labels) == ([0.25, 0.75], ("no", "yes"))
-        assert [result.score for result in llm.score("q", ["d", "dd"])] == [1.0, 2.0]
+        assert [result.score for result in llm.score("q", ["d", "dd"], use_activation=True)] == [
+            1.0,
+            2.0,
+        ]
         with pytest.raises(InvalidArgument, match="queries has 2 entries"):
             llm.score(["q", "r"], ["d"])
     assert frontend.requests[0].pooling.dimensions == 2
+    assert [request.use_activation for request in frontend.requests[-2:]] == [False, True]
 
 
 # What a stream's messages look like is nothing for a facade that returns whole results.

@@ -44,18 +44,20 @@ class EmbedResponse(_message.Message):
     def __init__(self, embeddings: _Optional[_Iterable[_Union[_tensor_pb2.Tensor, _Mapping]]] = ..., usage: _Optional[_Union[_output_pb2.Usage, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("model", "queries", "documents", "request_id", "truncate_prompt_tokens")
+    __slots__ = ("model", "queries", "documents", "request_id", "truncate_prompt_tokens", "use_activation")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
     DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    USE_ACTIVATION_FIELD_NUMBER: _ClassVar[int]
     model: str
     queries: _containers.RepeatedCompositeFieldContainer[PoolingInput]
     documents: _containers.RepeatedCompositeFieldContainer[PoolingInput]
     request_id: str
     truncate_prompt_tokens: int
-    def __init__(self, model: _Optional[str] = ..., queries: _Optional[_Iterable[_Union[PoolingInput, _Mapping]]] = ..., documents: _Optional[_Iterable[_Union[PoolingInput, _Mapping]]] = ..., request_id: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ...) -> None: ...
+    use_activation: bool
+    def __init__(self, model: _Optional[str] = ..., queries: _Optional[_Iterable[_Union[PoolingInput, _Mapping]]] = ..., documents: _Optional[_Iterable[_Union[PoolingInput, _Mapping]]] = ..., request_id: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., use_activation: _Optional[bool] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
     __slots__ = ("scores", "usage", "request_id")
@@ -68,20 +70,22 @@ class ScoreResponse(_message.Message):
     def __init__(self, scores: _Optional[_Iterable[float]] = ..., usage: _Optional[_Union[_output_pb2.Usage, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class RerankRequest(_message.Message):
-    __slots__ = ("model", "query", "documents", "top_n", "request_id", "truncate_prompt_tokens")
+    __slots__ = ("model", "query", "documents", "top_n", "request_id", "truncate_prompt_tokens", "use_activation")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
     TOP_N_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    USE_ACTIVATION_FIELD_NUMBER: _ClassVar[int]
     model: str
     query: PoolingInput
     documents: _containers.RepeatedCompositeFieldContainer[PoolingInput]
     top_n: int
     request_id: str
     truncate_prompt_tokens: int
-    def __init__(self, model: _Optional[str] = ..., query: _Optional[_Union[PoolingInput, _Mapping]] = ..., documents: _Optional[_Iterable[_Union[PoolingInput, _Mapping]]] = ..., top_n: _Optional[int] = ..., request_id: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ...) -> None: ...
+    use_activation: bool
+    def __init__(self, model: _Optional[str] = ..., query: _Optional[_Union[PoolingInput, _Mapping]] = ..., documents: _Optional[_Iterable[_Union[PoolingInput, _Mapping]]] = ..., top_n: _Optional[int] = ..., request_id: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., use_activation: _Optional[bool] = ...) -> None: ...
 
 class RerankResponse(_message.Message):
     __slots__ = ("results", "usage", "request_id")
@@ -102,18 +106,20 @@ class RerankResult(_message.Message):
     def __init__(self, document_index: _Optional[int] = ..., score: _Optional[float] = ...) -> None: ...
 
 class ClassifyRequest(_message.Message):
-    __slots__ = ("model", "inputs", "per_token", "request_id", "truncate_prompt_tokens")
+    __slots__ = ("model", "inputs", "per_token", "request_id", "truncate_prompt_tokens", "use_activation")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    USE_ACTIVATION_FIELD_NUMBER: _ClassVar[int]
     model: str
     inputs: _containers.RepeatedCompositeFieldContainer[PoolingInput]
     per_token: bool
     request_id: str
     truncate_prompt_tokens: int
-    def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[PoolingInput, _Mapping]]] = ..., per_token: _Optional[bool] = ..., request_id: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ...) -> None: ...
+    use_activation: bool
+    def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[PoolingInput, _Mapping]]] = ..., per_token: _Optional[bool] = ..., request_id: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., use_activation: _Optional[bool] = ...) -> None: ...
 
 class ClassifyResponse(_message.Message):
     __slots__ = ("results", "labels", "usage", "request_id")

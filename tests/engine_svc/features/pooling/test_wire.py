@@ -116,7 +116,7 @@ def test_cached_prefixes_are_read_where_the_last_token_makes_the_result():
         (
             {"use_activation": False},
             InvalidArgument,
-            "pooling.use_activation is False, must be left out with task embed",
+            "pooling.use_activation is false, must be left out with task embed",
         ),
         (
             {
@@ -125,7 +125,7 @@ def test_cached_prefixes_are_read_where_the_last_token_makes_the_result():
                 "late_interaction_key": "k",
             },
             InvalidArgument,
-            "pooling.use_activation is True, must be left out beside late_interaction_key",
+            "pooling.use_activation is true, must be left out beside late_interaction_key",
         ),
         ({"late_interaction_key": "k" * 129}, InvalidArgument, "pooling.late_interaction_key has 129 char"),
     ],
