@@ -369,8 +369,12 @@ class Scheduler:
             num_tokens = len(request.token_ids) + request.num_placeholders - computed
             num_tokens += len(request.draft_token_ids)
             # The usual row is one pending token, not the last: only a further budget could reduce it.
-            is_limited = has_budgets or request.num_budgets
-            if num_tokens != 1 or computed + 2 >= request.max_num_tokens or is_limited:
+            if (
+                num_tokens != 1
+                or computed + 2 >= request.max_num_tokens
+                or has_budgets
+                or request.num_budgets
+            ):
                 num_tokens = self._grant(request, num_tokens)
                 if num_tokens < 1:
                     continue

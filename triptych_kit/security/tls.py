@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import ssl
 import threading
@@ -164,7 +165,11 @@ def hosts_in(files: CertificateFiles) -> list[str]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"certificate {files.certificate} cannot be read: {error}") from error
     alternatives = certificate.get("subjectAltName", ())
-    return [value for kind, value in alternatives if kind in ("DNS", "IP Address")]
+    return [
+        str(ipaddress.ip_address(value.strip())) if kind == "IP Address" else value
+        for kind, value in alternatives
+        if kind in ("DNS", "IP Address")
+    ]
 
 
 def read_file(path: str) -> bytes:

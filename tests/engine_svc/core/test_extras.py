@@ -15,6 +15,7 @@ from engine_svc.core.binary_form import form_of
 from engine_svc.core.byte_fields import FieldReader, FieldWriter, MessageError
 from engine_svc.core.extras import Extra, ExtraCodec, Extras, Parameters, UnknownExtra, merge_extras
 from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult, TokenLogprobs
+from engine_svc.features.adapters.extras import Pins
 from engine_svc.features.penalties.extras import Penalties
 from engine_svc.features.prompt_embeds.extras import PromptEmbeds
 from engine_svc.features.prompt_logprobs.extras import PromptLogprobs, PromptLogprobSpec, PromptRun
@@ -105,6 +106,7 @@ OF_FIELDS: dict[object, st.SearchStrategy[Any]] = {
     bool | None: st.none() | st.booleans(),
     tuple[int, ...]: some_ids.map(tuple),
     bytes: st.binary(),
+    Pins: st.builds(Pins, version=ids, digests=st.lists(st.text(), max_size=3).map(tuple)),
 }
 
 

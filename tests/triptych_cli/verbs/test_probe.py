@@ -169,6 +169,6 @@ async def test_each_verb_names_the_certificate_and_takes_the_flag_for_its_ca(tmp
 
 def test_the_hosts_of_a_certificate_are_read(tmp_path: Path) -> None:
     issued = CertificateAuthority(tmp_path).issue("server", uri="spiffe://x/engine/a")
-    assert hosts_in(issued) == ["localhost", "127.0.0.1"]
+    assert hosts_in(issued) == ["localhost", "127.0.0.1", "::1"]
     with pytest.raises(ConfigError, match="cannot be read"):
         hosts_in(CertificateFiles(issued.key, issued.key))

@@ -218,7 +218,8 @@ def test_large_schemas_do_not_wait_for_another_one_that_takes_long():
             num_compiled += 1
     finally:
         grammars.close()
-    assert num_compiled >= 10
+    # One that waited would be the only one.
+    assert num_compiled >= 3
 
 
 @pytest.mark.parametrize(
