@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import types
@@ -85,6 +86,9 @@ def parse_yaml(value: Any, kind: ValueType) -> Any:
     # YAML parses an unquoted 8 as a number even for an option that takes text.
     if kind.scalar is str and isinstance(value, int | float) and not isinstance(value, bool):
         return _parse_scalar(str(value), kind)
+    # Options that take JSON take the object itself, too.
+    if kind.scalar is str and isinstance(value, dict):
+        return _parse_scalar(json.dumps(value), kind)
     if type(value) is not kind.scalar or _is_no_number(value):
         raise ValueError(f"{value!r} is not {_described(kind)}")
     return value

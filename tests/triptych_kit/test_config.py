@@ -258,6 +258,10 @@ def test_a_number_in_yaml_can_be_a_name() -> None:
     assert parse_yaml(7, ValueType(str)) == "7"
 
 
+def test_an_object_in_yaml_is_json_of_an_option_that_takes_text() -> None:
+    assert parse_yaml({"a": [1]}, ValueType(str)) == '{"a": [1]}'
+
+
 def test_text_in_yaml_is_read_as_on_a_command_line() -> None:
     assert parse_yaml("1, 2", ValueType(int, is_list=True)) == (1, 2)
     assert parse_yaml(["1", 2], ValueType(int, is_list=True)) == (1, 2)
