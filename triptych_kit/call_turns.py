@@ -15,6 +15,9 @@ _MAX_ACCOUNTS = 1024
 # iterations of the loop.
 _NUM_WITHOUT_ARRIVALS = 3
 _MAX_SKIPPED = 8
+_MAX_SKIPPED_S = 0.002
+# For each so many calls that wait one more begins in an iteration, so that no rate of arrivals outruns them.
+_CALLS_PER_BEGIN = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +31,9 @@ class _Call:
 class CallTurns:
     """Turns of calls between the check of their key and the work for them: read, parse, tokenize, send.
 
-    While several accounts are present, one call begins in an iteration of the event loop, in the order of a
-    `FairQueue`: a thousand calls of one account do not keep another's waiting. An account alone never waits.
+    While several accounts are present, one call begins in an iteration of the event loop, and more where many
+    wait, in the order of a `FairQueue`: a thousand calls of one account do not keep another's waiting. An
+    account alone never waits.
     Calls that wait count towards the limits of open connections and calls.
     """
 
@@ -40,6 +44,7 @@ class CallTurns:
         self._is_running = False  # `_turn`, in each iteration
         self._num_without_arrivals = 0  # iterations since a call arrived
         self._num_skipped = 0  # iterations since a call began, in which one could have
+        self._begun_at = 0.0  # when one began
 
     async def begin(self, account: str, weight: int) -> None:
         """Wait for the turn of a call of `account`."""
@@ -49,7 +54,7 @@ class CallTurns:
         loop = asyncio.get_running_loop()
         self._num_without_arrivals = 0
         if not self._is_running:
-            self._is_running, self._num_skipped = True, 0
+            self._is_running, self._num_skipped, self._begun_at = True, 0, self._clock.now()
             loop.call_soon(self._turn)
             return
         call = _Call(account, loop.create_future())
@@ -67,15 +72,20 @@ class CallTurns:
             self._is_running = False
             return
         asyncio.get_running_loop().call_soon(self._turn)
-        if may_arrive and self._num_skipped < _MAX_SKIPPED:
+        if may_arrive and self._may_skip():
             self._num_skipped += 1
             return
-        self._num_skipped = 0
-        while (call := self._queue.take()) is not None:
+        self._num_skipped, self._begun_at = 0, self._clock.now()
+        num_left = 1 + len(self._queue) // _CALLS_PER_BEGIN
+        while num_left and (call := self._queue.take()) is not None:
             if not call.begins.done():
                 self._queue.charge(call.account, 1.0)
                 call.begins.set_result(None)
-                return
+                num_left -= 1
+
+    def _may_skip(self) -> bool:
+        is_early = self._clock.now() - self._begun_at < _MAX_SKIPPED_S
+        return is_early and self._num_skipped < _MAX_SKIPPED and len(self._queue) < _CALLS_PER_BEGIN
 
     def _see(self, account: str, now: float) -> None:
         self._seen_at.pop(account, None)

@@ -168,7 +168,9 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         client that has not acknowledged the settings of HTTP/2 may send 16 MB with a call; in HPACK these are
         16 kB.
         """
-        self._num_uncollected_bytes += sum(_METADATUM_BYTES + len(value) for _, value in metadata)
+        self._num_uncollected_bytes += sum(
+            _METADATUM_BYTES + len(name) + len(value) for name, value in metadata
+        )
         if self._num_uncollected_bytes > _MAX_UNCOLLECTED_BYTES:
             self._num_uncollected_bytes = 0
             # The closures are in use until the handler is found. They are young: this takes milliseconds.

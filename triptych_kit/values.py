@@ -88,7 +88,10 @@ def parse_yaml(value: Any, kind: ValueType) -> Any:
         return _parse_scalar(str(value), kind)
     # Options that take JSON take the object itself, too.
     if kind.scalar is str and isinstance(value, dict):
-        return _parse_scalar(json.dumps(value), kind)
+        try:
+            return _parse_scalar(json.dumps(value), kind)
+        except TypeError as error:
+            raise ValueError(f"{value!r} is no JSON: {error}") from error
     if type(value) is not kind.scalar or _is_no_number(value):
         raise ValueError(f"{value!r} is not {_described(kind)}")
     return value

@@ -51,7 +51,7 @@ async def test_a_call_does_not_wait_for_a_thousand_of_another_account():
     crowd.add("b", 1)
     # The iterations for further arrivals, and one each in which it comes, has its turn, and begins.
     assert await crowd.iterations_until("b") <= 12
-    assert len(crowd.begun) < 10
+    assert len(crowd.begun) < 40
     await asyncio.gather(*crowd.calls)
 
 
@@ -91,6 +91,22 @@ async def test_calls_that_arrive_come_before_calls_that_begin():
         await asyncio.sleep(0)
     # As gRPC does: one in two iterations.
     assert len(crowd.begun) < 25
+    await asyncio.gather(*crowd.calls)
+
+
+@pytest.mark.parametrize(("per_iteration", "step_s"), [(0.5, 0.005), (1, 0.0), (3, 0.0)])
+async def test_calls_that_arrive_at_any_rate_wait_for_a_limited_time(per_iteration: float, step_s: float):
+    crowd = Crowd()
+    crowd.add("b", 1)
+    most = arrived = 0
+    for iteration in range(4000):
+        while arrived < iteration * per_iteration:
+            arrived += 1
+            crowd.add("ab"[arrived % 2], 1)
+        crowd.clock.advance(step_s)
+        await asyncio.sleep(0)
+        most = max(most, len(crowd.turns))
+    assert most <= (10 if per_iteration < 1 else 256 * per_iteration)
     await asyncio.gather(*crowd.calls)
 
 

@@ -162,14 +162,13 @@ def hosts_in(files: CertificateFiles) -> list[str]:
                 with contextlib.suppress(ssl.SSLWantReadError):
                     side.do_handshake()
         certificate: Mapping[str, Any] = sides[0].getpeercert() or {}
+        return [
+            str(ipaddress.ip_address(value.strip())) if kind == "IP Address" else value
+            for kind, value in certificate.get("subjectAltName", ())
+            if kind in ("DNS", "IP Address")
+        ]
     except (OSError, ValueError) as error:
         raise ConfigError(f"certificate {files.certificate} cannot be read: {error}") from error
-    alternatives = certificate.get("subjectAltName", ())
-    return [
-        str(ipaddress.ip_address(value.strip())) if kind == "IP Address" else value
-        for kind, value in alternatives
-        if kind in ("DNS", "IP Address")
-    ]
 
 
 def read_file(path: str) -> bytes:

@@ -14,7 +14,7 @@ from engine_svc.model.loading.checkpoint import Tensors
 from engine_svc.model.loading.progress import Progress
 from engine_svc.model.loading.safetensors_file import SafetensorsFile, StoredTensor
 
-# Of a decoder that was saved without its head.
+# Of a decoder that was saved without its head: its names lack the prefix of the body.
 _EMBEDDING = "embed_tokens.weight"
 
 
@@ -41,10 +41,11 @@ class WeightReader:
         body: str = "",
     ) -> None:
         self.files = [SafetensorsFile(path) for path in files]
-        found = {name: (file, stored) for file in self.files for name, stored in file.tensors.items()}
-        self._stored = _with_prefix(body, found)
+        entries = {name: (file, entry) for file in self.files for name, entry in file.tensors.items()}
+        prefix = body if _EMBEDDING in entries else ""
+        self._stored = {prefix + name: entry for name, entry in entries.items()}
         self.names = frozenset(self._stored)
-        self.replaced = _with_prefix(body, replaced or {})
+        self.replaced = {prefix + name: entry for name, entry in (replaced or {}).items()}
         for name, (file, stored) in self.replaced.items():
             shape = self.shape(name)
             if stored.shape != shape:
@@ -127,12 +128,6 @@ class LazyTensor:
 
     def __getitem__(self, index: EllipsisType) -> Tensor:
         return self._reader.read_stored(self._name)
-
-
-def _with_prefix(body: str, tensors: Tensors) -> Tensors:
-    if _EMBEDDING not in tensors:
-        return tensors
-    return {body + name: entry for name, entry in tensors.items()}
 
 
 def lazy_weights(reader: WeightReader) -> dict[str, LazyTensor]:

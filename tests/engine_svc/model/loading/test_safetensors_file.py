@@ -191,6 +191,16 @@ def test_floating_point_tensors_come_in_the_dtype_and_integers_as_stored(file):
     assert reader.read("norm").dtype is torch.float64
 
 
+def test_new_tensors_of_a_body_have_its_prefix_as_those_they_replace(tmp_path):
+    whole, new = tmp_path / "whole.safetensors", tmp_path / "new.safetensors"
+    save_file({"embed_tokens.weight": torch.zeros(2, 2), "norm.weight": torch.zeros(2)}, whole)
+    save_file({"norm.weight": torch.ones(2)}, new)
+    file = SafetensorsFile(new)
+    replaced = {name: (file, stored) for name, stored in file.tensors.items()}
+    reader = reader_of(whole, body="model.", replaced=replaced)
+    assert reader.read("model.norm.weight").tolist() == [1.0, 1.0]
+
+
 def test_tensors_come_on_the_device(file):
     assert reader_of(file, device="meta").read("ids").device.type == "meta"
 
