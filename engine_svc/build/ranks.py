@@ -160,6 +160,7 @@ def _part(message: RankMessage) -> _Part:
     facts = fields["facts"]
     facts["kv_shapes"] = tuple(KVShape(**shape) for shape in facts["kv_shapes"])
     facts["eos_token_ids"] = tuple(facts["eos_token_ids"])
+    facts["expert_choices"] = tuple(facts["expert_choices"])
     return _Part(
         ModelFacts(**facts),
         fields["num_bytes"],

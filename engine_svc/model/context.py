@@ -55,6 +55,8 @@ class ForwardContext:
     embedded: None where all tokens have ids.
     hidden: None where a draft head reads no hidden states.  last: those that logits are computed from, for
     features; None where none reads them.
+    expert_choices: together with `last`, [T, k] int64 of each layer that chooses experts, in order; a forward
+    writes them. None where nothing reads them.
     low_rank_slots: [T] int64, whose low-rank additions each token gets, -1: none; None: no token has any.
     """
 
@@ -66,11 +68,12 @@ class ForwardContext:
     last: HiddenStates | None = None
     token_types: Tensor | None = None  # [T] int64, 1 for tokens of a second text; None: all are 0
     low_rank_slots: Tensor | None = None
+    expert_choices: list[Tensor] | None = None
 
     @property
     def can_be_recorded(self) -> bool:
         """Whether the step reads ids and writes logits alone, as recorded steps do."""
-        others = (self.embedded, self.hidden, self.last, self.low_rank_slots)
+        others = (self.embedded, self.hidden, self.last, self.low_rank_slots, self.expert_choices)
         return all(other is None for other in others)
 
     def low_rank_slots_of(self, rows: Tensor | None) -> Tensor | None:

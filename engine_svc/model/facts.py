@@ -73,6 +73,9 @@ class ModelFacts:
     weights_digest: str  # sha256 over config.json, the safetensors headers, the file sizes and the dtype
     hidden_size: int = 0  # of the input embeddings; 0 where the model takes none
     tasks: tuple[str, ...] = (GENERATE,)
+    # Layers that choose experts, and how many they choose for a token; (0, 0) of a forward that does not say
+    # which.
+    expert_choices: tuple[int, int] = (0, 0)
     # Only for a pipeline stage: the groups of the whole model, each with the layers of this stage.
     stage_groups: tuple[LayerGroup, ...] | None = None
 

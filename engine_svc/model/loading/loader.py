@@ -204,6 +204,7 @@ def _load(
         model = _native(config, reader, facts, options.quantization, device, ops, parallel, share)
         kv_shapes: tuple[KVShape, ...] = model.kv_shapes
         num_parameters = model.num_parameters
+        facts = replace(facts, expert_choices=model.expert_choices)
     elif pooling is not None and pooling.is_encoder:
         from engine_svc.model.transformers.load import load_encoder
 

@@ -22,7 +22,7 @@ from engine_svc.model.low_rank import (
     pack_embedding,
 )
 from engine_svc.model.native.exchange import ExpertExchange, NoExchange
-from engine_svc.model.native.layers import DecoderLayer, Projection, SharedMixture
+from engine_svc.model.native.layers import DecoderLayer, MixtureOfExperts, Projection, SharedMixture
 from engine_svc.model.parallel import Parallel
 from engine_svc.model.pooler import Pooler
 from triptych_kernels import FusedLayers, Ops
@@ -83,6 +83,13 @@ class NativeDecoder:
     def mixtures(self) -> list[SharedMixture]:
         """The layers' mixtures whose experts are divided over engines, in order."""
         return [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, SharedMixture)]
+
+    @property
+    def expert_choices(self) -> tuple[int, int]:
+        """See ModelFacts. Only of a whole model, whose mixtures compute no tokens of other engines."""
+        networks = [layer.feed_forward for layer in self.layers]
+        chosen = [network.num_chosen for network in networks if isinstance(network, MixtureOfExperts)]
+        return (len(chosen), chosen[0]) if chosen and self.parallel.pp_size == 1 else (0, 0)
 
     @property
     def embedding_size(self) -> int:

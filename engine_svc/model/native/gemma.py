@@ -58,7 +58,7 @@ class GeluFeedForward:
     down: Projection
     activation: Callable[[Tensor], Tensor]
 
-    def __call__(self, x: Tensor, slots: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, slots: Tensor | None, expert_choices: list[Tensor] | None = None) -> Tensor:
         """x: [T, hidden].  slots: [T]. Returns [T, hidden], this rank's share of it."""
         gate, up = self.gate_up(x, slots).chunk(2, dim=-1)
         return self.down(self.activation(gate) * up, slots)

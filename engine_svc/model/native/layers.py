@@ -19,8 +19,11 @@ from triptych_kernels import DenseLayer, Experts, LayerLowRank, Linear, LowRank,
 class FeedForward(Protocol):
     """The network after attention in a layer."""
 
-    def __call__(self, x: Tensor, slots: Tensor | None) -> Tensor:
-        """x: [T, hidden].  slots: [T], see ForwardContext. Returns [T, hidden], this rank's share of it."""
+    def __call__(self, x: Tensor, slots: Tensor | None, expert_choices: list[Tensor] | None = None) -> Tensor:
+        """x: [T, hidden].  slots: [T]. Returns [T, hidden], this rank's share of it.
+
+        slots, expert_choices: see ForwardContext.
+        """
 
     @property
     def projections(self) -> Sequence[Projection]:
@@ -122,7 +125,7 @@ class GatedFeedForward:
     gate_up: Projection  # with silu(gate) * up as its result
     down: Projection
 
-    def __call__(self, x: Tensor, slots: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, slots: Tensor | None, expert_choices: list[Tensor] | None = None) -> Tensor:
         """x: [T, hidden].  slots: [T]. Returns [T, hidden], this rank's share of it."""
         return self.down(self.gate_up(x, slots), slots)
 
@@ -144,10 +147,14 @@ class MixtureOfExperts:
     normalizes: bool
     projections: ClassVar[Sequence[Projection]] = ()
 
-    def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, slots: Tensor | None = None, expert_choices: list[Tensor] | None = None
+    ) -> Tensor:
         """x: [T, hidden]. Returns [T, hidden], the part of this rank's experts."""
         scores = torch.softmax(self.router(x).float(), dim=-1)
         weights, expert_ids = torch.topk(scores, self.num_chosen, dim=-1)
+        if expert_choices is not None:
+            expert_choices.append(expert_ids)
         if self.normalizes:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return self.experts(x, expert_ids, weights)
@@ -162,7 +169,9 @@ class SharedMixture:
     is_last_layer: bool
     projections: ClassVar[Sequence[Projection]] = ()
 
-    def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, slots: Tensor | None = None, expert_choices: list[Tensor] | None = None
+    ) -> Tensor:
         """x: [T, hidden]. Returns [T, hidden]; also serves the tokens of the other engines."""
         tokens = self.exchange.gather(x, is_last_layer=self.is_last_layer)
         if not tokens.shape[0]:
@@ -232,5 +241,5 @@ class DecoderLayer:
         if rows is not None:
             residual = residual[rows]
         x = self.ops.add_rms_norm(attended, residual, self.post_attention_norm, self.eps)
-        added = self.feed_forward(x, context.low_rank_slots_of(rows))
+        added = self.feed_forward(x, context.low_rank_slots_of(rows), context.expert_choices)
         return self.parallel.all_reduce(added), residual
