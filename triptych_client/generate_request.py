@@ -54,6 +54,8 @@ class GenerateOptions(SamplingOptions, PlacementOptions, CallOptions, total=Fals
 
     media: Sequence[generate_pb2.Media]
     add_special_tokens: bool
+    return_hidden_states: bool
+    return_routed_experts: bool
 
 
 class StreamOptions(GenerateOptions, total=False):

@@ -21,6 +21,7 @@ FEATURES = (
     "prompt_embeds",
     "prompt_logprobs",
     "pooling",
+    "forward_outputs",
     "token_rules",
     "penalties",
     "thinking_budget",

@@ -29,6 +29,7 @@ NAMES = {
     "prompt_embeds": [{"embeds"}, {"embedded"}, {"embeddings"}],
     "prompt_logprobs": [{"prompt", "logprobs"}, {"prompt", "logprob"}],
     "pooling": [{"pooling"}, {"pooler"}, {"pooled"}],
+    "forward_outputs": [{"forward", "outputs"}, {"forward", "output"}],
     "penalties": [{"penalty"}, {"penalties"}],
     "structured_output": [{"structured"}, {"grammar"}, {"grammars"}],
     "thinking_budget": [{"thinking"}],

@@ -20,6 +20,8 @@ ASKED = {
     for option in OPTIONS
 } | {
     "adapter": "prompt: 'x' adapter: 'cook'",
+    "hidden_states": "prompt: 'x' return_hidden_states: true",
+    "routed_experts": "prompt: 'x' return_routed_experts: true",
     "token_rules": "prompt: 'x' sampling { bad_words: 'cat' }",
     "prompt_embeddings": "embeds { is_token: '0' }",
     "structured_output": "prompt: 'x' sampling { structured_output { json_object: true } }",

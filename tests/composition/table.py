@@ -103,12 +103,19 @@ OPTIONS = (
     Option("output_kind FINAL_ONLY", 0.15, among(OUTPUT_KIND_FINAL_ONLY), "output_kind"),
     Option("orphan_grace_ms", 0.2, among(5000)),
     Option("structured_output", 0.2, draws.structured_output),
+    Option("return_hidden_states", 0.2, among(True)),
     Option("adapter", 0.3, among("first", "second", "third")),
     Option("media", 0.01, among([generate_pb2.Media(mime_type="image/png")])),
 )
 
 # Of every engine, for what has to be turned on.
-ENGINE_FLAGS = ("--enable-prompt-embeds", "--enable-lora", "--max-loras=2", "--lora-dir={adapters}")
+ENGINE_FLAGS = (
+    "--enable-prompt-embeds",
+    "--enable-lora",
+    "--max-loras=2",
+    "--lora-dir={adapters}",
+    "--max-forward-output-bytes=16777216",
+)
 
 CONDITIONS = (
     Condition("chunked prefill", ("--max-num-batched-tokens=24",)),

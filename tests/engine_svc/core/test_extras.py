@@ -16,6 +16,7 @@ from engine_svc.core.byte_fields import FieldReader, FieldWriter, MessageError
 from engine_svc.core.extras import Extra, ExtraCodec, Extras, Parameters, UnknownExtra, merge_extras
 from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult, TokenLogprobs
 from engine_svc.features.adapters.extras import Pins
+from engine_svc.features.forward_outputs.extras import ForwardOutputs, PositionRun
 from engine_svc.features.penalties.extras import Penalties
 from engine_svc.features.prompt_embeds.extras import PromptEmbeds
 from engine_svc.features.prompt_logprobs.extras import PromptLogprobs, PromptLogprobSpec, PromptRun
@@ -88,6 +89,20 @@ LIMITED: dict[type, st.SearchStrategy[Any]] = {
         backends=st.sampled_from([BACKENDS[:1], BACKENDS, BACKENDS[1:]]),
         reasoning_end=some_ids.map(tuple),
         eos_token_ids=some_ids.map(tuple),
+    ),
+    ForwardOutputs: st.builds(
+        ForwardOutputs,
+        runs=st.lists(
+            st.builds(
+                PositionRun,
+                first_position=ids,
+                num_positions=ids,
+                hidden_states=st.binary(),
+                routed_experts=st.binary(),
+                num_layers=ids,
+            ),
+            max_size=3,
+        ).map(tuple),
     ),
     PromptLogprobs: st.builds(
         PromptLogprobs,

@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "prompt", "token_ids", "embeds", "sampling", "request_id", "priority", "cache_salt", "session_id", "job_id", "is_last_step", "adapter", "data_parallel_rank", "media", "truncate_prompt_tokens", "add_special_tokens", "return_prompt_token_ids", "orphan_grace_ms")
+    __slots__ = ("model", "prompt", "token_ids", "embeds", "sampling", "request_id", "priority", "cache_salt", "session_id", "job_id", "is_last_step", "adapter", "data_parallel_rank", "media", "truncate_prompt_tokens", "add_special_tokens", "return_prompt_token_ids", "orphan_grace_ms", "return_hidden_states", "return_routed_experts")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,8 @@ class GenerateRequest(_message.Message):
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ORPHAN_GRACE_MS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
+    RETURN_ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     model: str
     prompt: str
     token_ids: TokenIds
@@ -48,7 +50,9 @@ class GenerateRequest(_message.Message):
     add_special_tokens: bool
     return_prompt_token_ids: bool
     orphan_grace_ms: int
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., embeds: _Optional[_Union[PromptEmbeds, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., session_id: _Optional[str] = ..., job_id: _Optional[str] = ..., is_last_step: _Optional[bool] = ..., adapter: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ..., media: _Optional[_Iterable[_Union[Media, _Mapping]]] = ..., truncate_prompt_tokens: _Optional[int] = ..., add_special_tokens: _Optional[bool] = ..., return_prompt_token_ids: _Optional[bool] = ..., orphan_grace_ms: _Optional[int] = ...) -> None: ...
+    return_hidden_states: bool
+    return_routed_experts: bool
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., embeds: _Optional[_Union[PromptEmbeds, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., session_id: _Optional[str] = ..., job_id: _Optional[str] = ..., is_last_step: _Optional[bool] = ..., adapter: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ..., media: _Optional[_Iterable[_Union[Media, _Mapping]]] = ..., truncate_prompt_tokens: _Optional[int] = ..., add_special_tokens: _Optional[bool] = ..., return_prompt_token_ids: _Optional[bool] = ..., orphan_grace_ms: _Optional[int] = ..., return_hidden_states: _Optional[bool] = ..., return_routed_experts: _Optional[bool] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -125,7 +129,7 @@ class Delta(_message.Message):
     def __init__(self, output_index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_output_pb2.Logprobs, _Mapping]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("output_index", "reason", "stop_match", "usage", "cumulative_logprob", "error_message", "stats", "is_incomplete", "error_fields")
+    __slots__ = ("output_index", "reason", "stop_match", "usage", "cumulative_logprob", "error_message", "stats", "is_incomplete", "error_fields", "forward_outputs")
     OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_MATCH_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +139,7 @@ class Finished(_message.Message):
     STATS_FIELD_NUMBER: _ClassVar[int]
     IS_INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELDS_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     output_index: int
     reason: _output_pb2.FinishReason
     stop_match: _output_pb2.StopMatch
@@ -144,10 +149,11 @@ class Finished(_message.Message):
     stats: _output_pb2.OutputStats
     is_incomplete: bool
     error_fields: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, output_index: _Optional[int] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_match: _Optional[_Union[_output_pb2.StopMatch, _Mapping]] = ..., usage: _Optional[_Union[_output_pb2.Usage, _Mapping]] = ..., cumulative_logprob: _Optional[float] = ..., error_message: _Optional[str] = ..., stats: _Optional[_Union[_output_pb2.OutputStats, _Mapping]] = ..., is_incomplete: _Optional[bool] = ..., error_fields: _Optional[_Iterable[str]] = ...) -> None: ...
+    forward_outputs: ForwardOutputs
+    def __init__(self, output_index: _Optional[int] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_match: _Optional[_Union[_output_pb2.StopMatch, _Mapping]] = ..., usage: _Optional[_Union[_output_pb2.Usage, _Mapping]] = ..., cumulative_logprob: _Optional[float] = ..., error_message: _Optional[str] = ..., stats: _Optional[_Union[_output_pb2.OutputStats, _Mapping]] = ..., is_incomplete: _Optional[bool] = ..., error_fields: _Optional[_Iterable[str]] = ..., forward_outputs: _Optional[_Union[ForwardOutputs, _Mapping]] = ...) -> None: ...
 
 class Output(_message.Message):
-    __slots__ = ("output_index", "text", "token_ids", "logprobs", "reason", "stop_match", "cumulative_logprob", "error_message", "stats", "is_incomplete", "error_fields")
+    __slots__ = ("output_index", "text", "token_ids", "logprobs", "reason", "stop_match", "cumulative_logprob", "error_message", "stats", "is_incomplete", "error_fields", "forward_outputs")
     OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +165,7 @@ class Output(_message.Message):
     STATS_FIELD_NUMBER: _ClassVar[int]
     IS_INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELDS_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     output_index: int
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -170,4 +177,15 @@ class Output(_message.Message):
     stats: _output_pb2.OutputStats
     is_incomplete: bool
     error_fields: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, output_index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_output_pb2.Logprobs, _Mapping]] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_match: _Optional[_Union[_output_pb2.StopMatch, _Mapping]] = ..., cumulative_logprob: _Optional[float] = ..., error_message: _Optional[str] = ..., stats: _Optional[_Union[_output_pb2.OutputStats, _Mapping]] = ..., is_incomplete: _Optional[bool] = ..., error_fields: _Optional[_Iterable[str]] = ...) -> None: ...
+    forward_outputs: ForwardOutputs
+    def __init__(self, output_index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_output_pb2.Logprobs, _Mapping]] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_match: _Optional[_Union[_output_pb2.StopMatch, _Mapping]] = ..., cumulative_logprob: _Optional[float] = ..., error_message: _Optional[str] = ..., stats: _Optional[_Union[_output_pb2.OutputStats, _Mapping]] = ..., is_incomplete: _Optional[bool] = ..., error_fields: _Optional[_Iterable[str]] = ..., forward_outputs: _Optional[_Union[ForwardOutputs, _Mapping]] = ...) -> None: ...
+
+class ForwardOutputs(_message.Message):
+    __slots__ = ("first_position", "hidden_states", "routed_experts")
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    first_position: int
+    hidden_states: _tensor_pb2.Tensor
+    routed_experts: _tensor_pb2.Tensor
+    def __init__(self, first_position: _Optional[int] = ..., hidden_states: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., routed_experts: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...

@@ -37,7 +37,7 @@ class Add(_message.Message):
     def __init__(self, entries: _Optional[_Iterable[_Union[AddEntry, _Mapping]]] = ...) -> None: ...
 
 class AddEntry(_message.Message):
-    __slots__ = ("handle", "request_id", "external_request_id", "group_id", "group_index", "attempt", "prompt_token_ids", "output_token_ids", "prompt_embeds", "is_token", "sampling", "pooling", "request_seed", "priority", "age_ms", "remaining_ms", "cache_salt", "tenant", "adapter", "media", "job_id", "is_last_step", "tool_name", "resumable", "data_parallel_rank", "reasoning_ended", "reasoning_parser", "reasoning_options", "kv_transfer", "trace_context", "skip_reading_prefix_cache", "stream_interval", "bad_words", "orphan_grace_ms", "resume_state", "account", "weight", "adapter_digest", "second_text_start")
+    __slots__ = ("handle", "request_id", "external_request_id", "group_id", "group_index", "attempt", "prompt_token_ids", "output_token_ids", "prompt_embeds", "is_token", "sampling", "pooling", "request_seed", "priority", "age_ms", "remaining_ms", "cache_salt", "tenant", "adapter", "media", "job_id", "is_last_step", "tool_name", "resumable", "data_parallel_rank", "reasoning_ended", "reasoning_parser", "reasoning_options", "kv_transfer", "trace_context", "skip_reading_prefix_cache", "stream_interval", "bad_words", "orphan_grace_ms", "resume_state", "account", "weight", "adapter_digest", "second_text_start", "return_hidden_states", "return_routed_experts")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EXTERNAL_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,8 @@ class AddEntry(_message.Message):
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SECOND_TEXT_START_FIELD_NUMBER: _ClassVar[int]
+    RETURN_HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
+    RETURN_ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     external_request_id: str
@@ -116,7 +118,9 @@ class AddEntry(_message.Message):
     weight: int
     adapter_digest: str
     second_text_start: int
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., external_request_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_index: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., output_token_ids: _Optional[bytes] = ..., prompt_embeds: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., is_token: _Optional[bytes] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., pooling: _Optional[_Union[_sampling_pb2.PoolingParams, _Mapping]] = ..., request_seed: _Optional[int] = ..., priority: _Optional[int] = ..., age_ms: _Optional[int] = ..., remaining_ms: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., job_id: _Optional[str] = ..., is_last_step: _Optional[bool] = ..., tool_name: _Optional[str] = ..., resumable: _Optional[bool] = ..., data_parallel_rank: _Optional[int] = ..., reasoning_ended: _Optional[bool] = ..., reasoning_parser: _Optional[str] = ..., reasoning_options: _Optional[_Union[ReasoningOptions, _Mapping]] = ..., kv_transfer: _Optional[_Union[KvTransfer, _Mapping]] = ..., trace_context: _Optional[_Union[TraceContext, _Mapping]] = ..., skip_reading_prefix_cache: _Optional[bool] = ..., stream_interval: _Optional[int] = ..., bad_words: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., orphan_grace_ms: _Optional[int] = ..., resume_state: _Optional[bytes] = ..., account: _Optional[str] = ..., weight: _Optional[int] = ..., adapter_digest: _Optional[str] = ..., second_text_start: _Optional[int] = ...) -> None: ...
+    return_hidden_states: bool
+    return_routed_experts: bool
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., external_request_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_index: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., output_token_ids: _Optional[bytes] = ..., prompt_embeds: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., is_token: _Optional[bytes] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., pooling: _Optional[_Union[_sampling_pb2.PoolingParams, _Mapping]] = ..., request_seed: _Optional[int] = ..., priority: _Optional[int] = ..., age_ms: _Optional[int] = ..., remaining_ms: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., job_id: _Optional[str] = ..., is_last_step: _Optional[bool] = ..., tool_name: _Optional[str] = ..., resumable: _Optional[bool] = ..., data_parallel_rank: _Optional[int] = ..., reasoning_ended: _Optional[bool] = ..., reasoning_parser: _Optional[str] = ..., reasoning_options: _Optional[_Union[ReasoningOptions, _Mapping]] = ..., kv_transfer: _Optional[_Union[KvTransfer, _Mapping]] = ..., trace_context: _Optional[_Union[TraceContext, _Mapping]] = ..., skip_reading_prefix_cache: _Optional[bool] = ..., stream_interval: _Optional[int] = ..., bad_words: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., orphan_grace_ms: _Optional[int] = ..., resume_state: _Optional[bytes] = ..., account: _Optional[str] = ..., weight: _Optional[int] = ..., adapter_digest: _Optional[str] = ..., second_text_start: _Optional[int] = ..., return_hidden_states: _Optional[bool] = ..., return_routed_experts: _Optional[bool] = ...) -> None: ...
 
 class TraceContext(_message.Message):
     __slots__ = ("traceparent", "tracestate")

@@ -140,7 +140,7 @@ class StepEvent(_message.Message):
     def __init__(self, row: _Optional[int] = ..., kind: _Optional[_Union[StepEventKind, str]] = ..., age_us: _Optional[int] = ...) -> None: ...
 
 class StepExtra(_message.Message):
-    __slots__ = ("row", "prompt_logprobs", "pooling_output", "kv_transfer", "hidden_states", "routed_experts", "nan_count")
+    __slots__ = ("row", "prompt_logprobs", "pooling_output", "kv_transfer", "hidden_states", "routed_experts", "nan_count", "first_position")
     ROW_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     POOLING_OUTPUT_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +148,7 @@ class StepExtra(_message.Message):
     HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     NAN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
     row: int
     prompt_logprobs: PromptLogprobs
     pooling_output: _tensor_pb2.Tensor
@@ -155,7 +156,8 @@ class StepExtra(_message.Message):
     hidden_states: _tensor_pb2.Tensor
     routed_experts: _tensor_pb2.Tensor
     nan_count: int
-    def __init__(self, row: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., pooling_output: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., kv_transfer: _Optional[_Union[_add_pb2.KvTransfer, _Mapping]] = ..., hidden_states: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., routed_experts: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., nan_count: _Optional[int] = ...) -> None: ...
+    first_position: int
+    def __init__(self, row: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., pooling_output: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., kv_transfer: _Optional[_Union[_add_pb2.KvTransfer, _Mapping]] = ..., hidden_states: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., routed_experts: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., nan_count: _Optional[int] = ..., first_position: _Optional[int] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("first_position", "logprobs", "ranks", "top")
