@@ -104,3 +104,22 @@ async def test_they_are_those_of_transformers_in_chunks_and_beside_other_request
             await finished(stub, asking(prompt_of(105)))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "return_hidden_states is 16848" in (caught.value.details() or "")
+
+
+async def test_models_of_transformers_have_hidden_states_and_refuse_experts_by_name(tmp_path):
+    theirs = write_model(tmp_path)
+    async with Stack() as stack:
+        trio = await stack.start_all(
+            str(tmp_path), "--num-threads=1", "--model-impl=transformers", "--max-num-batched-tokens=24",
+            "--max-forward-output-bytes=16384",
+        )  # fmt: skip
+        stub = stack.inference(trio.frontend)
+        token_ids, outputs = await finished(stub, asking(prompt_of(40), experts=False))
+        with torch.inference_mode():
+            read = torch.tensor([[*prompt_of(40), *token_ids[:-1]]])
+            expected = theirs(read, output_hidden_states=True).hidden_states[-1][0]
+        torch.testing.assert_close(to_tensor(outputs.hidden_states), expected, atol=1e-5, rtol=1e-5)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await finished(stub, asking(prompt_of(40)))
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert "return_routed_experts" in (caught.value.details() or "")
