@@ -78,9 +78,14 @@ def make_pooler(
     return Pooler(spec, dense, classify, activation)
 
 
-def read_score_head(reader: WeightReader) -> Head:
+def read_score_head(reader: WeightReader, num_classes: int, hidden_size: int) -> Head:
     """The head for classes of a decoder's checkpoint, computed in fp32. Raises CheckpointError."""
     weight = reader.read("score.weight").float()
+    if weight.shape != (num_classes, hidden_size):
+        raise CheckpointError(
+            f"score.weight has shape {tuple(weight.shape)}, must be {(num_classes, hidden_size)}: "
+            "num_classes, hidden_size"
+        )
     bias = reader.read("score.bias").float() if "score.bias" in reader.names else None
     return lambda states: nn.functional.linear(states.float(), weight, bias)
 

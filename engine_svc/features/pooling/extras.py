@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from engine_svc.core.extras import Extra, OutputExtra
 
 ITEM_BYTES = 4  # results are fp32
+MAX_QUERY_BYTES = 64 << 20  # of all vectors that are kept under keys
 # An upper limit of a tensor's message without its content.
 _TENSOR_BYTES = 64
 
@@ -17,6 +18,7 @@ class PoolingRequest(Extra):
 
     second_text_start: of a prompt of two texts; None for one text.
     late_key: with the task token_embed the vectors are kept under it, with score compared with those.
+    late_scope: what else must be the same for a score to find the vectors.
     activates: of classes and scores, False for logits; None as the model.
     """
 
@@ -26,6 +28,7 @@ class PoolingRequest(Extra):
     second_text_start: int | None = None
     late_key: str = ""
     activates: bool | None = None
+    late_scope: str = ""
 
     @property
     def blocker(self) -> str:

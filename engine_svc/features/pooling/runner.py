@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from engine_svc.config import EngineConfig
 from engine_svc.core.errors import RequestFailed
 from engine_svc.core.step import AdmittedRequest
-from engine_svc.features.pooling.extras import PooledResult, PoolingRequest
+from engine_svc.features.pooling.extras import MAX_QUERY_BYTES, PooledResult, PoolingRequest
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import Model
 from engine_svc.model.pooler import Pooler, PoolingModel, pooled
@@ -27,8 +28,11 @@ def make(config: EngineConfig, context: RunnerContext) -> RunnerFeature:
     return PoolingRows()
 
 
-_MAX_QUERY_BYTES = 64 << 20
+_BLOCK_ROWS = 1024  # of an input that a query is compared with at once
 _ANY_KEY = "*"  # of rows with keys of their own whose results are made together
+
+
+_Key: TypeAlias = tuple[str, str]  # late_scope, late_key
 
 
 @dataclass(slots=True)
@@ -60,6 +64,12 @@ class _LateScore:
     query: Tensor
 
 
+def late_score(query: Tensor, vectors: Tensor) -> Tensor:
+    """The sum [1] over the query's vectors [Q, D] of their largest product with one of `vectors` [T, D]."""
+    largest = [(query @ block.t()).amax(1) for block in vectors.split(_BLOCK_ROWS)]
+    return torch.stack(largest).amax(0).sum()[None]
+
+
 class PoolingRows(RunnerFeature):
     """The rows that have a result in place of tokens."""
 
@@ -74,7 +84,7 @@ class PoolingRows(RunnerFeature):
 
     def prepare(self, extra: PoolingRequest) -> _LateScore:
         """Raises RequestFailed where no vectors are kept under the key."""
-        query = self._queries.get(extra.late_key)
+        query = self._queries.get(_key_of(extra))
         if query is None:
             raise RequestFailed(
                 "NOT_FOUND",
@@ -136,7 +146,7 @@ class PoolingRows(RunnerFeature):
             row.states = []
             alike = replace(row.request, second_text_start=None)
             if alike.late_key:
-                alike = replace(alike, task="token_embed", late_key=_ANY_KEY)
+                alike = replace(alike, task="token_embed", late_key=_ANY_KEY, late_scope="")
             complete.setdefault(alike, []).append((row_index, whole))
         if not complete:
             return None
@@ -149,39 +159,36 @@ class PoolingRows(RunnerFeature):
         return lambda: {row: _to_extra(tensor) for row, tensor in results}
 
     def _finished(self, row: _Row, result: Tensor) -> Tensor:
-        """The result, of a score by a key [1]: the sum over the query's vectors of their largest product."""
+        """The vectors, or the score [1] where they are compared with a query."""
         if row.query is not None:
-            return (row.query @ result.t()).amax(1).sum()[None]
+            return late_score(row.query, result)
         if row.request.late_key:
-            self._queries.keep(row.request.late_key, _Query(result.clone(), row.request.num_dimensions))
+            self._queries.keep(_key_of(row.request), _Query(result.clone(), row.request.num_dimensions))
         return result
 
 
 class _Queries:
     """Vectors of queries by key, the newest last; the oldest go where they take too much memory.
 
-    Preparing threads read what steps keep.
+    Preparing threads read what steps keep. A read changes no order, so that all ranks forget the same.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, _Query] = OrderedDict()
+        self._kept: OrderedDict[_Key, _Query] = OrderedDict()
         self._num_bytes = 0
 
-    def get(self, key: str) -> _Query | None:
+    def get(self, key: _Key) -> _Query | None:
         with self._lock:
-            query = self._kept.get(key)
-            if query is not None:
-                self._kept.move_to_end(key)
-            return query
+            return self._kept.get(key)
 
-    def keep(self, key: str, query: _Query) -> None:
+    def keep(self, key: _Key, query: _Query) -> None:
         with self._lock:
             if (replaced := self._kept.pop(key, None)) is not None:
                 self._num_bytes -= replaced.vectors.nbytes
             self._kept[key] = query
             self._num_bytes += query.vectors.nbytes
-            while self._num_bytes > _MAX_QUERY_BYTES and len(self._kept) > 1:
+            while self._num_bytes > MAX_QUERY_BYTES and len(self._kept) > 1:
                 self._num_bytes -= self._kept.popitem(last=False)[1].vectors.nbytes
 
     def clear(self) -> None:
@@ -215,6 +222,10 @@ def _results(
     if not request.is_per_token:
         return list(zip(numbers, made.unbind(0), strict=True))
     return list(zip(numbers, made.split([len(one) for one in states]), strict=True))
+
+
+def _key_of(request: PoolingRequest) -> _Key:
+    return request.late_scope, request.late_key
 
 
 def _to_extra(tensor: Tensor) -> PooledResult:

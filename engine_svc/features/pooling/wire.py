@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext, Parsed, WireFeature
 from engine_svc.core.pooling_spec import PoolingFilesError, PoolingOptions, PoolingSpec, read_pooling_spec
-from engine_svc.features.pooling.extras import PooledResult, PoolingRequest
+from engine_svc.features.pooling.extras import ITEM_BYTES, MAX_QUERY_BYTES, PooledResult, PoolingRequest
 from triptych.common.v1 import sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, step_pb2
 from triptych_kit.config import ConfigError
@@ -95,7 +96,14 @@ class PoolingOfAdd(WireFeature):
                 f"pooling.use_activation is {str(activates).lower()}, must be left out {reason}",
                 field="pooling.use_activation",
             )
-        wanted = PoolingRequest(task, num_dimensions, normalizes, second, key, activates)
+        scope = ""
+        if key:
+            if task == "token_embed":
+                self._check_kept(most, num_dimensions)
+            is_normalized = self._spec.normalizes if normalizes is None else normalizes
+            # The keys of the cache have the digest of the adapter.
+            scope = json.dumps([entry.tenant, *context.cache_keys, is_normalized])
+        wanted = PoolingRequest(task, num_dimensions, normalizes, second, key, activates, scope)
         return Parsed(
             wanted,
             # There are no states of positions that are not computed.
@@ -105,6 +113,15 @@ class PoolingOfAdd(WireFeature):
     def write(self, step: step_pb2.Step, row: int, extra: PooledResult, now: float) -> None:
         tensor = tensor_pb2.Tensor(dtype=tensor_pb2.D_TYPE_FP32, shape=extra.shape, inline=extra.content)
         step.extras.add(row=row, pooling_output=tensor)
+
+    def _check_kept(self, num_tokens: int, num_dimensions: int | None) -> None:
+        most = MAX_QUERY_BYTES // (ITEM_BYTES * (num_dimensions or self._spec.num_dimensions))
+        if num_tokens > most:
+            raise InvalidArgument(
+                f"prompt_token_ids has {num_tokens} tokens, a late_interaction_key takes {most} at most: "
+                f"their vectors have {MAX_QUERY_BYTES >> 20} MiB",
+                field="prompt_token_ids",
+            )
 
     def _check_dimensions(self, num_dimensions: int, task: str) -> None:
         allowed, most = self._spec.dimensions, self._spec.num_dimensions

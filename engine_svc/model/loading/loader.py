@@ -199,7 +199,7 @@ def _load(
     model: NativeDecoder | TransformersModel | EncoderModel
     classify: Head | None = None
     if pooling is not None and pooling.has_score_head:
-        classify = read_score_head(reader)
+        classify = read_score_head(reader, pooling.num_classes, config.config.hidden_size)
     if _is_native(config, options, parallel, share):
         model = _native(config, reader, facts, options.quantization, device, ops, parallel, share)
         kv_shapes: tuple[KVShape, ...] = model.kv_shapes

@@ -80,6 +80,10 @@ class PoolingAnswers:
             tasks = [_TOKEN_EMBED, _SCORE]
             rule = "must be TOKEN_EMBED or SCORE beside late_interaction_key"
             violations.need(params.task in tasks, "pooling.task", params.task, rule)
+            # A later query would replace the first.
+            is_one = params.task != _TOKEN_EMBED or len(request.inputs) <= 1
+            rule = "must be 1 with TOKEN_EMBED and a late_interaction_key"
+            violations.need(is_one, "inputs", len(request.inputs), rule)
         check_pooling(request.pooling, tasks, violations)
         violations.need(
             not params.HasField("use_activation"),

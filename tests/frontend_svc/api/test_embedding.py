@@ -401,11 +401,12 @@ async def test_a_query_is_kept_and_its_documents_are_scored_in_the_same_engine()
         for task in (sampling_pb2.POOLING_TASK_TOKEN_EMBED, sampling_pb2.POOLING_TASK_SCORE):
             for key in keys:
                 params = sampling_pb2.PoolingParams(task=task, late_interaction_key=key)
-                request = embedding_pb2.EmbedRequest(inputs=[ids(1, 2), ids(3)], pooling=params)
-                answer = await client.embedding.Embed(request, timeout=WAIT_S)
                 is_score = task == sampling_pb2.POOLING_TASK_SCORE
+                inputs = [ids(1, 2), ids(3)] if is_score else [ids(1, 2)]
+                request = embedding_pb2.EmbedRequest(inputs=inputs, pooling=params)
+                answer = await client.embedding.Embed(request, timeout=WAIT_S)
                 assert [list(vector.shape) for vector in answer.embeddings] == (
-                    [[1], [1]] if is_score else [[2, 1], [1, 1]]
+                    [[1], [1]] if is_score else [[2, 1]]
                 )
         wrong = embedding_pb2.EmbedRequest(inputs=[ids(1)], pooling={"late_interaction_key": "k"})
         error = await error_of(client.embedding.Embed(wrong))
@@ -416,6 +417,17 @@ async def test_a_query_is_kept_and_its_documents_are_scored_in_the_same_engine()
     assert all(len(ranks) == 1 for ranks in met.values())
     assert error.details().startswith("pooling.task is ")
     assert "must be TOKEN_EMBED or SCORE beside late_interaction_key" in error.details()
+
+
+async def test_one_query_is_kept_under_a_key():
+    engine = FakeEngine(pooling(tensor([1.0], [1, 1])), supported_tasks=ENGINE_TASKS)
+    params = {"task": sampling_pb2.POOLING_TASK_TOKEN_EMBED, "late_interaction_key": "k"}
+    async with serving(engine) as (client, _):
+        await client.until_engines_are_ready(1)
+        request = embedding_pb2.EmbedRequest(inputs=[ids(1), ids(2)], pooling=params)
+        error = await error_of(client.embedding.Embed(request, timeout=WAIT_S))
+    assert "inputs is 2, must be 1 with TOKEN_EMBED and a late_interaction_key" in details_of(error)
+    assert not engine.requests
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,17 @@ def test_a_head_for_classes_of_tokens_takes_all_of_them_in_chunks(tmp_path: Path
         torch.testing.assert_close(scores, logits.softmax(-1), atol=1e-5, rtol=0)
 
 
+def test_a_head_for_other_classes_than_the_config_has_is_refused(tmp_path: Path) -> None:
+    model = make_classifier("qwen3", tmp_path, AutoModelForSequenceClassification, 3)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["id2label"] = {"0": "a", "1": "b"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    size = model.config.hidden_size
+    words = rf"score.weight has shape \(3, {size}\), must be \(2, {size}\): num_classes, hidden_size"
+    with pytest.raises(CheckpointError, match=words):
+        PoolingRig(tmp_path)
+
+
 @pytest.mark.parametrize("model_impl", ["native", "transformers"])
 def test_a_decoder_may_be_saved_without_its_head(tmp_path: Path, model_impl: str) -> None:
     model = make_checkpoint("qwen3", tmp_path / "whole")

@@ -13,7 +13,7 @@ from engine_svc.convert import messages
 from engine_svc.convert.feature import WireFeatures
 from engine_svc.core.pooling_spec import PoolingSpec
 from engine_svc.core.request import Request
-from engine_svc.features.pooling.extras import PooledResult, PoolingRequest
+from engine_svc.features.pooling.extras import MAX_QUERY_BYTES, PooledResult, PoolingRequest
 from engine_svc.features.pooling.wire import PoolingOfAdd, make
 from engine_svc.loop.step_output import StepOutput, split
 from tests.engine_svc.session.service_rig import column, make_entry, make_facts
@@ -28,13 +28,18 @@ SPEC = PoolingSpec(("embed", "token_embed"), "embed", True, "mean", 32, dimensio
 
 
 def read(
-    num_tokens: int = 5, spec: PoolingSpec = SPEC, second: int | None = None, **pooling: object
+    num_tokens: int = 5,
+    spec: PoolingSpec = SPEC,
+    second: int | None = None,
+    tenant: str = "",
+    **pooling: object,
 ) -> Request:
     entry = add_pb2.AddEntry(
         handle=1,
         request_id="1" * 32,
         prompt_token_ids=column([7] * num_tokens),
         second_text_start=second,
+        tenant=tenant,
         pooling=sampling_pb2.PoolingParams(**{"task": EMBED, **pooling}),
     )
     facts = replace(make_facts(), supported_tasks=spec.tasks)
@@ -68,9 +73,31 @@ def test_a_key_comes_with_vectors_that_are_kept_or_with_a_score():
         (sampling_pb2.POOLING_TASK_SCORE, "score"),
     ):
         request = read(task=task, late_interaction_key="k")
-        assert request.extras == {PoolingRequest: PoolingRequest(name, late_key="k")}
+        wanted = request.extras[PoolingRequest]
+        assert (wanted.task, wanted.late_key) == (name, "k")
         assert request.sampling.skip_reading_prefix_cache
         assert request.extras[PoolingRequest].blocker == ("late_query" if name == "score" else "")
+
+
+def test_a_key_is_of_a_tenant_and_of_vectors_that_are_normalized_alike():
+    def scope(**options: object) -> str:
+        request = read(task=sampling_pb2.POOLING_TASK_SCORE, late_interaction_key="k", **options)
+        return request.extras[PoolingRequest].late_scope
+
+    assert scope() == scope(normalize=SPEC.normalizes)
+    assert len({scope(), scope(normalize=not SPEC.normalizes), scope(tenant="a"), scope(tenant="b")}) == 4
+    assert read().extras[PoolingRequest].late_scope == ""
+
+
+def test_a_query_with_more_vectors_than_are_kept_is_refused():
+    spec = replace(SPEC, num_dimensions=MAX_QUERY_BYTES // 16, dimensions=())
+    options = {"task": sampling_pb2.POOLING_TASK_TOKEN_EMBED, "late_interaction_key": "k"}
+    assert read(4, spec, **options).num_prompt_tokens == 4
+    assert read(5, spec, dimensions=8, **options).num_prompt_tokens == 5
+    assert read(5, spec, **{**options, "task": sampling_pb2.POOLING_TASK_SCORE}).num_prompt_tokens == 5
+    words = "prompt_token_ids has 5 tokens, a late_interaction_key takes 4 at most: their vectors have 64 MiB"
+    with pytest.raises(InvalidArgument, match=words):
+        read(5, spec, **options)
 
 
 def test_classes_may_be_asked_for_as_logits():
