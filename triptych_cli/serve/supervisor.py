@@ -65,6 +65,14 @@ class GivenUp:
         return f"{self.num_deaths} deaths, the last: {self.last_cause}"
 
 
+def _health_addresses(plan: ProcessPlan, announced: Announcement) -> tuple[str, ...]:
+    """Where a process says that it is ready. Each worker of a frontend finds the engines by itself."""
+    if plan.service != "frontend":
+        return (announced.address,)
+    # The public listener may need certificates that only clients have.
+    return announced.admin_addresses or (announced.admin_address,)
+
+
 class StartTimeout(Exception):
     """Not everything was ready in time."""
 
@@ -236,9 +244,8 @@ class Supervisor:
         try:
             announced = self._announced[plan.name] = await child.announced()
             address = announced.address
-            # The public listener may need certificates that only clients have.
-            admin_address = announced.admin_address if plan.service == "frontend" else address
-            await self._before_it_dies(self._await_ready(plan.service, admin_address), child)
+            ready = [self._await_ready(plan.service, one) for one in _health_addresses(plan, announced)]
+            await self._before_it_dies(asyncio.gather(*ready), child)
         except ChildDied:
             child.release()
             raise

@@ -49,13 +49,17 @@ class Output(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The addresses that a child has announced."""
+    """The addresses that a child has announced.
+
+    admin_addresses: of its workers, if it has several.
+    """
 
     pid: int
     address: str
     admin_address: str
     admin_http: str = ""
     http: str = ""
+    admin_addresses: tuple[str, ...] = ()
 
 
 class ChildDied(Exception):
@@ -182,7 +186,8 @@ class Child:
             raise ChildDied(self, STARTING)
         record = json.loads(line)
         addresses = (record.get(name) or "" for name in ("address", "admin_address", "admin_http", "http"))
-        self.announcement = Announcement(self.pid, *addresses)
+        workers = tuple(record.get("admin_addresses", ()))
+        self.announcement = Announcement(self.pid, *addresses, admin_addresses=workers)
         return self.announcement
 
     async def wait(self) -> None:

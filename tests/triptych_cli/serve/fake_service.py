@@ -28,6 +28,8 @@ async def serve(options: argparse.Namespace) -> int:
     record = {"service": options.name, "index": options.index, "pid": os.getpid(), "address": address}
     record["admin_address"] = address
     record["admin_http"] = f"127.0.0.1:{options.admin_http_port}"
+    if options.worker_addresses:
+        record["admin_addresses"] = options.worker_addresses
     # First, as those that are started when this one has announced itself write there, too.
     if options.log is not None:
         print(options.log, file=sys.stderr)
@@ -66,6 +68,7 @@ def main() -> int:
     parser.add_argument("--admin-http-port", type=int, default=os.getpid())
     parser.add_argument("--announce-fd", type=int)
     parser.add_argument("--coordinator")
+    parser.add_argument("--worker-addresses", nargs="+", help="announced as those of its workers")
     parser.add_argument("--log", help="a line of its log")
     parser.add_argument("--die-at-start", type=int)
     parser.add_argument("--die-before-ready", type=int)

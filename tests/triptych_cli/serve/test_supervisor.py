@@ -115,6 +115,28 @@ async def test_what_keeps_a_frontend_is_shown_once_all_others_are_ready(
     await asyncio.wait((starting,))
 
 
+async def test_a_frontend_is_ready_once_each_of_its_workers_is(make_stack: MakeStack) -> None:
+    second_asked, second_ready = asyncio.Event(), asyncio.Event()
+
+    async def by_worker(service: str, address: str) -> None:
+        if address == "second":
+            second_asked.set()
+            await second_ready.wait()
+        elif address != "first":
+            await greeted(service, address)
+
+    workers = {"frontend-0": ("--worker-addresses", "first", "second")}
+    one = make_stack(workers, await_ready=by_worker)
+    starting = asyncio.ensure_future(one.supervisor.start())
+    await one.until("engine-0 READY")
+    await one.until("engine-1 READY")
+    await asyncio.wait_for(second_asked.wait(), 30)
+    assert not starting.done() and not any("frontend-0 READY" in report for report in one.reports)
+    second_ready.set()
+    await asyncio.wait_for(starting, 30)
+    assert "frontend-0 READY" in one.reports[-1]
+
+
 async def test_a_start_that_takes_too_long_is_given_up(make_stack: MakeStack) -> None:
     one = make_stack(startup_s=0.0)
     with pytest.raises(
