@@ -1,7 +1,7 @@
 """Streams of one account over gRPC, and a process that keeps many of them open.
 
-Answers `{"keep": N}` when it keeps N streams open, each replaced by another at its end; any line has the
-counters so far as its answer.
+Answers `{"keep": N}` when it has begun to keep N streams open, each replaced by another at its end; any line
+has the counters so far as its answer.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Account:
         self._metadata = (("authorization", f"Bearer {key}"),)
         self._rng = random.Random(seed)
         self.num_tokens = 0
+        self.num_begun = 0  # streams that the server has answered
 
     async def stream(self, num_tokens: int) -> Stream:
         """Read a stream of `num_tokens` to its end. Raises AioRpcError."""
@@ -65,7 +66,10 @@ class Account:
         stub = self._rng.choice(self._stubs)
         sent_at = time.perf_counter()
         arrivals_s: list[float] = []
-        async for response in stub.Generate(request, timeout=_LIMIT_S, metadata=self._metadata):
+        call = stub.Generate(request, timeout=_LIMIT_S, metadata=self._metadata)
+        await call.initial_metadata()
+        self.num_begun += 1
+        async for response in call:
             if num_new := len(response.delta.token_ids):
                 arrivals_s.append(time.perf_counter() - sent_at)
                 self.num_tokens += num_new
@@ -81,7 +85,10 @@ class Account:
 
 @dataclass(slots=True)
 class Counters:
+    """num_begun: since it was told how many to keep."""
+
     num_tokens: int = 0
+    num_begun: int = 0
     num_ended: int = 0
     refused: list[str] = field(default_factory=list)
 
@@ -97,8 +104,10 @@ class Keeper:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._account.num_begun = 0
             self._tasks = [asyncio.ensure_future(self._repeat()) for _ in range(line["keep"])]
         self._counters.num_tokens = self._account.num_tokens
+        self._counters.num_begun = self._account.num_begun
         return asdict(self._counters)
 
     async def _repeat(self) -> None:

@@ -5,7 +5,9 @@
 
 Real engines with the embedded model and a frontend with the keys of two accounts, over gRPC. In turns, the
 other account sends requests of 8 tokens one after the other alone, and beside requests of 200 tokens that the
-first keeps open. Then both keep as many open. Promised, under `fair`:
+first keeps open, once all of them have begun. Then both keep as many open. The request that the other sends
+as soon as the first sends all of its own is a case of its own: calls wait in gRPC's queue, in the order of
+their arrival, until it is known whose they are. Promised, under `fair`:
 
 - tokens are by the weights within 5 %;
 - the median of the other's time to its first token is at most 1 s;
@@ -35,6 +37,8 @@ _TOKENS = 200
 _PROBE_TOKENS = 8
 _NUM_WARM = 5
 _END_S = 2.0  # until requests that are cancelled have ended
+_BEGIN_LIMIT_S = 120.0
+_POLL_S = 0.2
 _TOLERANCE = 0.05
 _MAX_P50_MS = 1000.0
 _KEYS = {name: f"key-of-{name}-0123456789" for name in ("first", "other")}
@@ -106,6 +110,7 @@ def _number(row: Row, name: str) -> float:
 
 async def _measure(options: argparse.Namespace, name: str, case: Case) -> Row:
     alone: list[Stream] = []
+    burst: list[Stream] = []
     beside: list[Stream] = []
     async with _serving(options, case) as address, Account(address, _KEYS["other"], seed=3) as account:
         with _keeper(address, "first", seed=1) as first, _keeper(address, "other", seed=2) as other:
@@ -113,13 +118,17 @@ async def _measure(options: argparse.Namespace, name: str, case: Case) -> Row:
             for _ in range(options.rounds):
                 alone += await _probe(account, options.requests)
                 await asyncio.to_thread(first.ask, keep=case.num_open)
+                burst += await _probe(account, 1)
+                await _until_begun(first, case.num_open)
                 await asyncio.sleep(options.settle)
                 beside += await _probe(account, options.requests)
                 await asyncio.to_thread(first.ask, keep=0)
                 await asyncio.sleep(_END_S)
             for keeper in (first, other):
                 await asyncio.to_thread(keeper.ask, keep=case.num_open)
-            await asyncio.sleep(2 * options.settle)
+            for keeper in (first, other):
+                await _until_begun(keeper, case.num_open)
+            await asyncio.sleep(options.settle)
             before = [await asyncio.to_thread(keeper.ask) for keeper in (first, other)]
             began_at = time.perf_counter()
             await asyncio.sleep(options.seconds)
@@ -136,6 +145,7 @@ async def _measure(options: argparse.Namespace, name: str, case: Case) -> Row:
         "alone_p99_ms": alone_p99_ms,
         "beside_p50_ms": _first_ms(beside, 50),
         "beside_p99_ms": _first_ms(beside, 99),
+        "burst_p50_ms": _first_ms(burst, 50),
         "p99_at_most_ms": 2 * alone_p99_ms + (1 + options.steps_in_flight) * step_ms,
         "step_p50_ms": percentile([1000 * gap for stream in beside for gap in stream.gaps_s], 50),
         "step_p99_ms": step_ms,
@@ -145,6 +155,14 @@ async def _measure(options: argparse.Namespace, name: str, case: Case) -> Row:
         "share_by_weight": case.weights[1] / sum(case.weights),
         "refused": "; ".join(sorted({text for counters in after for text in counters["refused"]})),
     }
+
+
+async def _until_begun(keeper: LineProcess, number: int) -> None:
+    """Wait until the server has answered so many calls. Raises TimeoutError."""
+    async with asyncio.timeout(_BEGIN_LIMIT_S):
+        # A process has no event to wait for.
+        while (await asyncio.to_thread(keeper.ask))["num_begun"] < number:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
 
 
 def _first_ms(streams: Sequence[Stream], percent: int) -> float:
