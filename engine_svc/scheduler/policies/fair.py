@@ -27,12 +27,6 @@ _TOKENS_AHEAD = 128
 # An account that has rows displaces others where these have an eighth more than their share, and at least one
 # row: smaller differences settle as requests end.
 _SLACK = 8
-# While accounts compete, prompts have at most a quarter of the tokens of a step, or these if that is more. A
-# new request waits for the steps in flight, and requests that begin in one step often end in one.
-_PROMPT_PART = 4
-_MIN_PROMPT_TOKENS = 512
-# Steps without a second account after which one is alone.
-_STEPS_ALONE = 256
 # Accounts without requests whose counters are remembered.
 _MAX_ABSENT = 256
 
@@ -43,8 +37,8 @@ class Fair(Policy):
     """Next is a request of the account that was served least for its weight; within an account, as `fcfs`.
 
     While rows or blocks are scarce, an account below its share of the rows displaces the newest requests of
-    those above theirs. Prompts of several accounts divide a part of the tokens of a step. With one account
-    this is `fcfs`.
+    those above theirs. Prompts of several accounts divide the tokens of a step. With one account this is
+    `fcfs`.
     """
 
     displaces = True
@@ -68,7 +62,7 @@ class Fair(Policy):
 
     def walk(self, running: Sequence[Request], num_waiting: int) -> Sequence[Request]:
         self._accounts.settle()
-        if self._accounts.competed_lately and self.prefill_budgets:
+        if self._accounts.compete and self.prefill_budgets:
             self._prefills.divide(running, num_waiting)
         return list(running)
 
@@ -94,7 +88,7 @@ class Fair(Policy):
         rows = _Rows(accounts, running)
         num_free_rows = self._config.max_num_seqs - len(running)
         num_free_blocks = kv_cache.num_free_blocks
-        num_tokens = self._prefills.max_prompt_tokens(len(running))
+        num_tokens = self._config.max_num_batched_tokens - len(running)
         victims: list[Request] = []
         claimants: list[_Account] = []
         for account, request in accounts.in_turns(rows.due):
@@ -129,7 +123,6 @@ class Fair(Policy):
 
     def on_plan(self, plan: StepPlan, rows: Sequence[Request]) -> None:
         """Count the tokens of the step."""
-        self._accounts.count_step()
         if not self._accounts.counts:
             return
         tokens = Counter(map(_account_of, rows))
@@ -182,16 +175,10 @@ class _Accounts:
         self._left: dict[_Account, None] = {}  # that may have nothing any more
         self._absent: dict[str, _Account] = {}  # whose counters are above those of others
         self._num_ready = 0
-        self._num_steps_alone = _STEPS_ALONE  # since accounts competed
 
     @property
     def compete(self) -> bool:
         return len(self.present) > 1
-
-    @property
-    def competed_lately(self) -> bool:
-        """Whether accounts compete, or did in one of the last steps."""
-        return len(self.present) > 1 or self._num_steps_alone < _STEPS_ALONE
 
     @property
     def counts(self) -> bool:
@@ -271,9 +258,6 @@ class _Accounts:
                 yield account, request
                 heapreplace(heap, (due(account), index))
 
-    def count_step(self) -> None:
-        self._num_steps_alone = 0 if self.compete else self._num_steps_alone + 1
-
     def count(self, num_tokens: Mapping[str, int]) -> None:
         """Add tokens that a step computes, by account."""
         for name, num in num_tokens.items():
@@ -351,7 +335,7 @@ class _Rows:
 
 
 class _PrefillShares:
-    """A budget by which prompts of several accounts divide a part of the tokens of a step by weight.
+    """A budget by which prompts of several accounts divide the tokens of a step by weight.
 
     What an account does not need of its part the others have. Prompts of all leave a token to each decode.
     """
@@ -359,14 +343,8 @@ class _PrefillShares:
     def __init__(self, config: SchedulerConfig, accounts: _Accounts) -> None:
         self._config = config
         self._accounts = accounts
-        limit = config.max_num_batched_tokens
-        self._max_prompt_tokens = min(limit, max(limit // _PROMPT_PART, _MIN_PROMPT_TOKENS))
         self._limited: list[_Account] = []
         self._taken: dict[Request, int] = {}
-
-    def max_prompt_tokens(self, num_decode_tokens: int) -> int:
-        """Of all prompts in a step, beside decodes."""
-        return min(self._max_prompt_tokens, self._config.max_num_batched_tokens - num_decode_tokens)
 
     def begin_step(self) -> None:
         for account in self._limited:
@@ -375,11 +353,12 @@ class _PrefillShares:
         self._taken = {}
 
     def divide(self, running: Sequence[Request], num_waiting: int) -> None:
-        """Divide the tokens of prompts. num_waiting: requests that may be admitted."""
+        """Divide the tokens that decodes leave. num_waiting: requests that may be admitted."""
         prefills = [request for request in running if not request.last_row_sampled]
         if not (prefills or num_waiting):
             return
-        longest = self._config.long_prefill_token_threshold or self._config.max_num_batched_tokens
+        limit = self._config.max_num_batched_tokens
+        longest = self._config.long_prefill_token_threshold or limit
         wanted = Counter[str]()
         for request in prefills:
             wanted[request.account] += min(request.num_tokens - request.num_computed_tokens, longest)
@@ -389,10 +368,8 @@ class _PrefillShares:
             wanted[account.name] += min(request.num_uncached_tokens, longest)
             num_rows[account.name] += 1
         demanding = [self._accounts.present[name] for name in wanted if wanted[name]]
-        num_decodes = len(running) - len(prefills)
-        num_left = self.max_prompt_tokens(
-            num_decodes + sum(len(request.draft_token_ids) for request in running)
-        )
+        num_left = limit - len(running) + len(prefills)
+        num_left -= sum(len(request.draft_token_ids) for request in running)
         sum_weights = sum(account.weight for account in demanding)
         # Those that want less than their part come first, so that the others divide the rest.
         for account in sorted(demanding, key=lambda account: wanted[account.name] / account.weight):

@@ -43,7 +43,6 @@ class Load:
         self.computed = Counter[str]()  # tokens, by account
         self.sampled = Counter[str]()
         self.num_preempted = Counter[str]()
-        self.num_ended: dict[str, list[int]] = {account: [] for account in open_requests}  # in each step
         self.first_token_after: dict[str, list[int]] = {account: [] for account in open_requests}  # steps
 
     def keep(self, open_requests: Mapping[str, int]) -> None:
@@ -75,17 +74,13 @@ class Load:
         for name, num_tokens in granted(plan).items():
             self.computed[_account(name)] += num_tokens
         self.num_preempted.update(map(_account, plan.preempted))
-        ended = Counter[str]()
         for output in self._stage.update(plan):
             account = _account(output.request_id)
             self.sampled[account] += len(output.new_token_ids)
             if output.first is not None:
                 waited = self._num_steps - self._added_at[output.request_id]
                 self.first_token_after[account].append(waited)
-            ended[account] += output.finish_reason is not None
-        for account, num_ended in self.num_ended.items():
-            num_ended.append(ended[account])
-            self._open[account] -= ended[account]
+            self._open[account] -= output.finish_reason is not None
         self._num_steps += 1
 
 
@@ -258,38 +253,6 @@ def test_prompts_of_one_account_leave_a_token_to_each_decode_of_others():
     stage.add(of("long", "0", 1000), of("b", "0", 20))
     assert granted(stage.step()) == {"long-0": 108, "b-0": 20}
     assert granted(stage.step()) == {"long-0": 127, "b-0": 1}
-
-
-def test_beside_another_account_prompts_have_a_quarter_of_a_step_at_most():
-    stage = Stage(policy="fair", max_num_batched_tokens=4096, max_num_seqs=256, num_blocks=4000)
-    stage.add(of("b", "0"))
-    stage.step()
-    stage.add(*(of("crowd", str(index), 32) for index in range(300)))
-    assert stage.step().total_num_tokens == 1 + 1024
-    assert stage.step().total_num_tokens == 1 + 32 + 1024
-
-
-def test_a_crowd_that_begins_at_once_does_not_end_at_once():
-    stage = Stage(policy="fair", max_num_batched_tokens=2048, max_num_seqs=256, num_blocks=8000)
-    load = Load(stage, {"crowd": 1400, "one": 1}, {})
-    load.run(400, prompt=(32, 32), output=(100, 100))
-    assert max(load.num_ended["crowd"]) <= 512 // 32
-    # Rows that wait for their prompts' turn are few.
-    assert load.sampled["crowd"] > 0.9 * 255 * 400
-
-
-def test_an_account_that_comes_now_and_then_does_not_meet_steps_full_of_prompts():
-    stage = Stage(policy="fair", max_num_batched_tokens=2048, num_blocks=4000)
-    stage.add(of("one", "0", max_tokens=2))
-    stage.add(of("crowd", "0", max_tokens=1000))
-    for _ in range(100):
-        stage.step()
-    stage.add(of("crowd", "1", 1500))
-    assert stage.step().total_num_tokens == 1 + 512
-    for _ in range(300):
-        stage.step()
-    stage.add(of("crowd", "2", 1500))
-    assert stage.step().total_num_tokens == 1 + 1500
 
 
 def test_prompts_that_have_no_row_take_no_part_of_a_step():
