@@ -5,9 +5,9 @@
 
 Real engines with the embedded model and a frontend with the keys of two accounts, over gRPC. In turns, the
 other account sends requests of 8 tokens one after the other alone, and beside requests of 200 tokens that the
-first keeps open, once all of them have begun. Then both keep as many open. The request that the other sends
-as soon as the first sends all of its own is a case of its own: calls wait in gRPC's queue, in the order of
-their arrival, until it is known whose they are. Promised, under `fair`:
+first keeps open, once all of them have begun. Then both keep as many open. What the other sends while those of
+the first arrive, all at once, is counted apart (`burst`): until it is known whose they are, calls wait in
+gRPC's queue in the order of their arrival. Promised, under `fair`:
 
 - tokens are by the weights within 5 %;
 - the median of the other's time to its first token is at most 1 s;
@@ -39,6 +39,7 @@ _NUM_WARM = 5
 _END_S = 2.0  # until requests that are cancelled have ended
 _BEGIN_LIMIT_S = 120.0
 _POLL_S = 0.2
+_BURST_S = 1.0  # after which the calls that were sent at once are arriving
 _TOLERANCE = 0.05
 _MAX_P50_MS = 1000.0
 _KEYS = {name: f"key-of-{name}-0123456789" for name in ("first", "other")}
@@ -118,6 +119,7 @@ async def _measure(options: argparse.Namespace, name: str, case: Case) -> Row:
             for _ in range(options.rounds):
                 alone += await _probe(account, options.requests)
                 await asyncio.to_thread(first.ask, keep=case.num_open)
+                await asyncio.sleep(_BURST_S)
                 burst += await _probe(account, 1)
                 await _until_begun(first, case.num_open)
                 await asyncio.sleep(options.settle)
