@@ -5,8 +5,8 @@
 
 Real engines with the embedded model and a frontend with the keys of two accounts, over gRPC. In turns, the
 other account sends requests of 8 tokens one after the other alone, and beside requests of 200 tokens that the
-first keeps open, once all of them have begun. Then both keep as many open. What the other sends while those of
-the first arrive, all at once, is counted apart (`burst`): until it is known whose they are, calls wait in
+first keeps open, once all of them have begun. Then both keep as many open. What the other sends while those
+of the first arrive, all at once, is counted apart (`burst`): until it is known whose they are, calls wait in
 gRPC's queue in the order of their arrival. Promised, under `fair`:
 
 - tokens are by the weights within 5 %;
