@@ -415,6 +415,7 @@ def _describe(config: EngineConfig, artifacts: tuple[Artifact, ...], side: Runne
         supported_tasks=model.tasks,
         max_logprobs=config.max_logprobs,
         hidden_size=model.hidden_size,
+        state_size=model.state_size,
         expert_choices=model.expert_choices,
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,

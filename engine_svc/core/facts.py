@@ -75,6 +75,7 @@ class EngineFacts:
     supported_tasks: tuple[str, ...] = (GENERATE,)
     max_logprobs: int = 20  # limit of top logprobs per position; -1 = the whole vocabulary
     hidden_size: int = 0  # of the input embeddings; 0 if unknown
+    state_size: int = 0  # see ModelFacts
     expert_choices: tuple[int, int] = (0, 0)  # see ModelFacts
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1

@@ -36,7 +36,7 @@ class HiddenStates:
     """Hidden states of all tokens of a step, for a draft head or a feature; a forward writes them.
 
     layers: before which layers the residual stream is kept, in ascending order; (): what logits are computed
-    from, instead.  found: [T, hidden] of each.
+    from, instead.  tensors: [T, hidden] of each.
     """
 
     layers: tuple[int, ...]

@@ -72,6 +72,7 @@ class ModelFacts:
     num_parameters: int  # of the whole model, or of this rank's share
     weights_digest: str  # sha256 over config.json, the safetensors headers, the file sizes and the dtype
     hidden_size: int = 0  # of the input embeddings; 0 where the model takes none
+    state_size: int = 0  # of hidden states that logits are computed from; 0 of a forward that returns none
     tasks: tuple[str, ...] = (GENERATE,)
     # Layers that choose experts, and how many they choose for a token; (0, 0) of a forward that does not say
     # which.

@@ -126,7 +126,8 @@ def is_refused_in_an_add(field: str) -> bool:
     features = every_feature()
     try:
         entry = entry_with(add_pb2.AddEntry.DESCRIPTOR.fields_by_name[field])
-        features.parse(entry, AddContext(replace(make_facts(), expert_choices=(1, 1)), None, []))
+        facts = replace(make_facts(), expert_choices=(1, 1), state_size=1)
+        features.parse(entry, AddContext(facts, None, []))
     except Unimplemented:
         # Here the entry has no source of tensors.
         return field != "prompt_embeds"

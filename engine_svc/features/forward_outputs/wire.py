@@ -33,13 +33,15 @@ class ForwardOutputsOfAdd(WireFeature):
         facts, (num_layers, num_chosen) = context.facts, context.facts.expert_choices
         if not self._max_bytes:
             raise _unserved(asked[0], "the engine runs without --max-forward-output-bytes")
+        if entry.return_hidden_states and not facts.state_size:
+            raise _unserved("return_hidden_states", "this model does not report its hidden states")
         if entry.return_routed_experts and not num_layers:
             raise _unserved("return_routed_experts", "this model does not report the experts it chooses")
         if not entry.HasField("sampling"):
             raise InvalidArgument(f"{asked[0]} is true, must be false without sampling", field=asked[0])
         most = entry.sampling.max_tokens if entry.sampling.HasField("max_tokens") else facts.max_model_len
         num_positions = min(len(context.token_ids) + most, facts.max_model_len)
-        num_items = (facts.hidden_size if entry.return_hidden_states else 0) + (
+        num_items = (facts.state_size if entry.return_hidden_states else 0) + (
             num_layers * num_chosen if entry.return_routed_experts else 0
         )
         num_bytes = num_positions * num_items * ITEM_BYTES

@@ -204,7 +204,7 @@ def _load(
         model = _native(config, reader, facts, options.quantization, device, ops, parallel, share)
         kv_shapes: tuple[KVShape, ...] = model.kv_shapes
         num_parameters = model.num_parameters
-        facts = replace(facts, expert_choices=model.expert_choices)
+        facts = replace(facts, expert_choices=model.expert_choices, state_size=model.hidden_size)
     elif pooling is not None and pooling.is_encoder:
         from engine_svc.model.transformers.load import load_encoder
 
@@ -220,9 +220,12 @@ def _load(
             config, reader, folder, dtype, device, ops, samples=GENERATE in facts.tasks
         )
         kv_shapes = warm.kv_shapes
+        facts = replace(facts, state_size=warm.state_size)
         if is_invariant and not warm.is_batch_invariant:
             _note_variance(options.is_deterministic, device, ops, f"in {facts.architecture}", "auto or off")
     if pooling is not None and not pooling.is_encoder:
+        if not facts.state_size:
+            raise UnsupportedModel(f"{facts.architecture} returns no hidden states to pool")
         if pooling.class_tokens:
             classify = read_token_head(pooling, reader, folder)
         model.pooler = make_pooler(pooling, folder, dtype=dtype, device=device, classify=classify)

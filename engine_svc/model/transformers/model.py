@@ -174,22 +174,23 @@ class TransformersModel:
         """
         self._context, self._logit_rows = context, logit_rows if self._takes_logit_rows else None
         self._layer = 0
-        with nullcontext() if context.last is None else self._kept(context.last):
+        with nullcontext() if context.last is None else self.keeping(context.last):
             logits = self._run(token_ids, positions, logit_rows, context.embedded)
         assert self._layer == len(context.layers)
         self._context = None
         return logits.float()
 
     @contextmanager
-    def _kept(self, states: HiddenStates) -> Iterator[None]:
-        """Around a forward: keep what the module computes its logits from, where it has it in one tensor."""
+    def keeping(self, states: HiddenStates) -> Iterator[None]:
+        """Around a forward: keep what the module computes its logits from, where its decoder returns it."""
 
         def keep(_: nn.Module, arguments: object, output: object) -> None:
             hidden = getattr(output, "last_hidden_state", None)
             if isinstance(hidden, Tensor):
                 states.tensors.append(hidden[0])
 
-        handle = self.module.base_model.register_forward_hook(keep)
+        decoder: nn.Module = self.module.get_decoder()  # type: ignore[no-untyped-call]
+        handle = decoder.register_forward_hook(keep)
         try:
             yield
         finally:

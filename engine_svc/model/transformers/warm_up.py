@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 
-from engine_svc.model.context import ForwardContext, LayerCache
+from engine_svc.model.context import ForwardContext, HiddenStates, LayerCache
 from engine_svc.model.errors import UnsupportedModel
 from engine_svc.model.facts import KVShape, group_layers
 from engine_svc.model.transformers.attention_mask import MaskBook, OddMask
@@ -44,6 +44,7 @@ class WarmModel:
 
     kv_shapes: tuple[KVShape, ...]  # per attention layer, in order
     is_batch_invariant: bool  # as the ops are: samples gave the same bits alone, in chunks and together
+    state_size: int  # see ModelFacts
 
 
 @torch.inference_mode()
@@ -72,7 +73,9 @@ def _warm_up(model: TransformersModel) -> WarmModel:
         raise UnsupportedModel(f"{model.name} does not state its maximum sequence length")
     length = _sample_length(shapes, limit)
     samples = [_sample(model, config, length), _sample(model, config, length // 2 + 1)]
-    expected = [model.logits_alone(sample) for sample in samples]
+    states = HiddenStates(())
+    with model.keeping(states):
+        expected = [model.logits_alone(sample) for sample in samples]
     model.pack_projections(samples[0])
     model.use_paged_attention()
     model.use_windows([shape.window for shape in shapes])
@@ -83,7 +86,14 @@ def _warm_up(model: TransformersModel) -> WarmModel:
             f"{model.name} computes other logits over the paged cache than alone: "
             f"they differ by {difference:.1%}"
         )
-    return WarmModel(shapes, model.ops.is_batch_invariant and _is_batch_invariant(model, shapes, samples))
+    is_invariant = model.ops.is_batch_invariant and _is_batch_invariant(model, shapes, samples)
+    return WarmModel(shapes, is_invariant, _state_size(states.tensors, samples))
+
+
+def _state_size(states: Sequence[Tensor], samples: Sequence[Tensor]) -> int:
+    """The width of the states that were kept for each token of the samples; 0 where they were not."""
+    is_whole = [state.shape[:-1] for state in states] == [sample.shape for sample in samples]
+    return states[0].shape[-1] if is_whole else 0
 
 
 def _sample_length(shapes: Sequence[KVShape], limit: int) -> int:

@@ -16,7 +16,7 @@ from triptych.engine.v1 import add_pb2, step_pb2
 from triptych_kit.errors import InvalidArgument, Unimplemented
 
 HIDDEN = 8
-FACTS = replace(make_facts(), hidden_size=HIDDEN, expert_choices=(2, 3))
+FACTS = replace(make_facts(), state_size=HIDDEN, expert_choices=(2, 3))
 
 
 def entry_of(*, max_tokens: int = 4, **asked: bool) -> add_pb2.AddEntry:
@@ -69,11 +69,11 @@ def test_an_engine_that_does_not_serve_them_refuses_them_by_name():
     with pytest.raises(Unimplemented, match=r"return_hidden_states .*--max-forward-output-bytes") as caught:
         parse(entry_of(return_hidden_states=True), max_bytes=0)
     assert caught.value.metadata == {"fields": "return_hidden_states"}
+    both = entry_of(return_hidden_states=True, return_routed_experts=True)
     with pytest.raises(Unimplemented, match=r"return_routed_experts .*does not report the experts"):
-        parse(
-            entry_of(return_hidden_states=True, return_routed_experts=True),
-            facts=replace(FACTS, expert_choices=(0, 0)),
-        )
+        parse(both, facts=replace(FACTS, expert_choices=(0, 0)))
+    with pytest.raises(Unimplemented, match=r"return_hidden_states .*does not report its hidden states"):
+        parse(both, facts=replace(FACTS, state_size=0))
 
 
 def test_a_request_that_samples_nothing_is_refused():

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from engine_svc.core.pooling_spec import PoolingOptions
 from engine_svc.features.pooling.extras import PoolingRequest
+from engine_svc.model.errors import UnsupportedModel
 from tests.engine_svc.features.pooling.rig import PoolingRig
 from tests.engine_svc.model.checkpoints import VOCAB_SIZE, make_checkpoint
 
@@ -103,3 +104,13 @@ def test_the_head_for_tokens_of_a_model_that_only_pools_is_not_reported_as_unuse
     make_checkpoint("qwen2", tmp_path, tie_word_embeddings=False)
     PoolingRig(tmp_path, pooling=PoolingOptions("pooling"), model_impl=model_impl)
     assert "does not use" not in caplog.text
+
+
+def test_a_model_whose_forward_returns_no_states_is_refused_at_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint("llama", tmp_path)
+    # The decoder that returns them is then not found.
+    monkeypatch.setattr(LlamaForCausalLM, "base_model_prefix", "")
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM returns no hidden states to pool"):
+        PoolingRig(tmp_path, pooling=PoolingOptions("pooling"), model_impl="transformers")

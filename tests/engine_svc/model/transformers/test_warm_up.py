@@ -45,6 +45,18 @@ def test_keys_and_values_of_different_size_are_learnt(tmp_path):
     assert warmed_up(make_checkpoint("deepseek_v3", tmp_path))[0] == KVShape(4, 16, 8)
 
 
+@pytest.mark.parametrize("family", ["llama", "bart", "opt"])
+def test_the_width_of_the_states_that_the_decoder_returns_is_learnt(tmp_path, family):
+    model = TransformersModel(make_checkpoint(family, tmp_path), REFERENCE)
+    assert warm_up(model).state_size == 32
+
+
+def test_a_model_whose_decoder_returns_no_states_has_none(llama):
+    # The decoder that returns them is then not found.
+    llama.base_model_prefix = ""
+    assert warm_up(TransformersModel(llama, REFERENCE)).state_size == 0
+
+
 @pytest.mark.parametrize("window", [3, 11, 40, 100])
 def test_windows_are_learnt_however_much_longer_than_the_sample(llama, window):
     llama.config.sliding_window = window
