@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
+from typing import TypeAlias, TypeVar
 
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
-from frontend_svc.text.prompt import check_fits, check_text
+from frontend_svc.text.prompt import check_fits
 from triptych.api.v1 import embedding_pb2
 from triptych.common.v1 import sampling_pb2, tensor_pb2
 from triptych_kit.errors import Internal, Unimplemented
+
+# By the fields of the request that errors name.
+Inputs: TypeAlias = Mapping[str, embedding_pb2.PoolingInput]
+
+T = TypeVar("T")
 
 # Names of the tasks in Ready.supported_tasks.
 TASK_NAMES = {
@@ -69,37 +75,34 @@ def check_pooling(
         violations.need_enum("pooling.task", pooling.task, sampling_pb2.PoolingTask, tasks)
 
 
+def inputs_of(field: str, entries: Iterable[embedding_pb2.PoolingInput]) -> Inputs:
+    """The entries of a repeated field."""
+    return {f"{field}[{index}]": entry for index, entry in enumerate(entries)}
+
+
 def check_inputs(
-    field: str,
-    inputs: Sequence[embedding_pb2.PoolingInput],
-    model: ServedModel,
-    violations: Violations,
-    *,
-    may_be_long: bool = False,
+    inputs: Inputs, model: ServedModel, violations: Violations, *, may_be_long: bool = False
 ) -> None:
     """Add violations for inputs that are missing, empty or too long, or have ids outside the vocabulary.
 
     may_be_long: whether ids are cut to what the model takes.
     """
-    for index, entry in enumerate(inputs):
-        entry_field = f"{field}[{index}]"
+    for field, entry in inputs.items():
         kind = entry.WhichOneof("input")
         if kind is None:
-            violations.add(entry_field, None, "must have one of prompt, token_ids")
+            violations.add(field, None, "must have one of prompt, token_ids")
         elif kind == "prompt":
-            violations.need_count(
-                f"{entry_field}.prompt", len(entry.prompt), "characters", 1, model.max_text_chars
-            )
+            num_chars = len(entry.prompt)
+            violations.need_count(f"{field}.prompt", num_chars, "characters", 1, model.max_text_chars)
         else:
             ids = entry.token_ids.ids
             most = max(len(ids), 1) if may_be_long else model.max_model_len
-            if violations.need_count(f"{entry_field}.token_ids", len(ids), "ids", 1, most):
-                violations.need_ids(f"{entry_field}.token_ids", ids, model.vocab_size)
+            if violations.need_count(f"{field}.token_ids", len(ids), "ids", 1, most):
+                violations.need_ids(f"{field}.token_ids", ids, model.vocab_size)
 
 
 async def tokenize_inputs(
-    field: str,
-    inputs: Sequence[embedding_pb2.PoolingInput],
+    inputs: Inputs,
     model: ServedModel,
     *,
     add_special_tokens: bool = True,
@@ -111,19 +114,14 @@ async def tokenize_inputs(
     num_kept: first tokens of each that are kept; special tokens at the end of a text stay; None: all.
     may_be_long: whether a text is cut later.
     """
-
-    token_ids: list[list[int]] = []
-    texts: dict[str, str] = {}
-    for index, entry in enumerate(inputs):
-        if entry.WhichOneof("input") == "token_ids":
-            token_ids.append(list(entry.token_ids.ids[:num_kept]))
-            continue
-        entry_field, text = f"{field}[{index}].prompt", entry.prompt
-        if num_kept is None and not may_be_long:
-            check_fits(entry_field, text, model)
-        check_text(entry_field, text, model)
-        token_ids.append([])
-        texts[entry_field] = text
+    texts = {
+        f"{field}.prompt": entry.prompt
+        for field, entry in inputs.items()
+        if entry.WhichOneof("input") == "prompt"
+    }
+    if num_kept is None and not may_be_long:
+        for field, text in texts.items():
+            check_fits(field, text, model)
     encode = partial(model.tokenizer.encode_all, add_special_tokens=add_special_tokens)
     tasks = _tasks_of(texts)
     encoded: list[list[int]] = []
@@ -132,10 +130,12 @@ async def tokenize_inputs(
             encoded += part
     num_special_behind = model.tokenizer.num_special_behind if add_special_tokens else 0
     ids_of_texts = iter(encoded)
-    for index, entry in enumerate(inputs):
-        if entry.WhichOneof("input") == "prompt":
-            token_ids[index] = truncated(next(ids_of_texts), num_kept, num_special_behind)
-    return token_ids
+    return [
+        truncated(next(ids_of_texts), num_kept, num_special_behind)
+        if entry.WhichOneof("input") == "prompt"
+        else list(entry.token_ids.ids[:num_kept])
+        for entry in inputs.values()
+    ]
 
 
 def _tasks_of(texts: Mapping[str, str]) -> list[dict[str, str]]:
@@ -167,11 +167,16 @@ def truncated_pair(first: list[int], second: list[int], num_kept: int | None) ->
     return first[:num_kept], second[: max(0, num_kept - len(first))]
 
 
-def check_prompts(field: str, prompts: Sequence[Sequence[int]], model: ServedModel) -> None:
+def spread(firsts: Sequence[T], seconds: Collection[object]) -> Sequence[T]:
+    """The first of each pair: as many as there are, or the only one for all."""
+    return firsts if len(firsts) == len(seconds) else [firsts[0]] * len(seconds)
+
+
+def check_prompts(fields: Iterable[str], prompts: Sequence[Sequence[int]], model: ServedModel) -> None:
     """Raise InvalidArgument that names every prompt without tokens or with too many for the model."""
     violations = Violations()
-    for index, token_ids in enumerate(prompts):
-        violations.need_count(field, len(token_ids), "tokens", 1, model.max_model_len, index=index)
+    for field, token_ids in zip(fields, prompts, strict=True):
+        violations.need_count(field, len(token_ids), "tokens", 1, model.max_model_len)
     violations.raise_if_any(
         "CONTEXT_LENGTH_EXCEEDED",
         {

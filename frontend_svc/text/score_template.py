@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
-from frontend_svc.text.prompt import check_text
-from triptych.api.v1 import embedding_pb2
-from triptych_kit.errors import InvalidArgument
+from frontend_svc.text.pooling import Inputs, spread
+from triptych_kit.errors import InvalidArgument, with_fields
 
 # The name of a score template beside those for chats.
 _NAME = "score"
@@ -32,54 +32,53 @@ def find_score_template(templates: Mapping[str, str]) -> str:
 
 
 async def render_pairs(
-    queries: Sequence[embedding_pb2.PoolingInput],
-    documents: Sequence[embedding_pb2.PoolingInput],
-    fields: tuple[str, str],
-    model: ServedModel,
-    num_kept: int | None,
+    queries: Inputs, documents: Inputs, model: ServedModel, num_kept: int | None
 ) -> list[list[int]]:
-    """The token ids of the prompt of each pair. fields: of queries and documents, for errors.
+    """The token ids of the prompt of each pair, of checked inputs. An only query goes with every document.
 
     num_kept: the longest prompt, to which the document is cut; None: it is not. Raises InvalidArgument.
     """
-    _check_texts(fields[0], queries, model)
-    _check_texts(fields[1], documents, model)
-
-    async def ids_of(index: int) -> list[int]:
-        query, document = queries[index].prompt, documents[index].prompt
-        return await _render_pair(query, document, f"{fields[1]}[{index}]", model, num_kept)
-
+    _check_are_texts({**queries, **documents})
+    pairs = [
+        _Pair(query_field, document_field, query.prompt, document.prompt)
+        for (query_field, query), (document_field, document) in zip(
+            spread(list(queries.items()), documents), documents.items(), strict=True
+        )
+    ]
     token_ids: list[list[int]] = []
-    for start in range(0, len(documents), _RENDERED_AT_ONCE):
-        part = range(start, min(start + _RENDERED_AT_ONCE, len(documents)))
-        token_ids += await asyncio.gather(*map(ids_of, part))
+    for start in range(0, len(pairs), _RENDERED_AT_ONCE):
+        part = pairs[start : start + _RENDERED_AT_ONCE]
+        token_ids += await asyncio.gather(*(_render_pair(pair, model, num_kept) for pair in part))
     return token_ids
 
 
-def _check_texts(field: str, inputs: Sequence[embedding_pb2.PoolingInput], model: ServedModel) -> None:
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    query_field: str
+    document_field: str
+    query: str
+    document: str
+
+
+def _check_are_texts(inputs: Inputs) -> None:
     violations = Violations()
-    for index, entry in enumerate(inputs):
+    for field, entry in inputs.items():
         kind = entry.WhichOneof("input")
-        violations.need(
-            kind == "prompt", f"{field}[{index}]", kind, "must be a text: the model has a score template"
-        )
+        violations.need(kind == "prompt", field, kind, "must be a text: the model has a score template")
     violations.raise_if_any()
-    for index, entry in enumerate(inputs):
-        check_text(f"{field}[{index}].prompt", entry.prompt, model)
 
 
-async def _render_pair(
-    query: str, document: str, field: str, model: ServedModel, num_kept: int | None
-) -> list[int]:
-    token_ids = await _rendered(query, document, model)
+async def _render_pair(pair: _Pair, model: ServedModel, num_kept: int | None) -> list[int]:
+    token_ids = await _rendered(pair, model)
     if num_kept is None or len(token_ids) <= num_kept:
         return token_ids
-    kept = await model.tokenizer.encode(document, add_special_tokens=False, field=field)
+    tokenizer, field = model.tokenizer, pair.document_field
+    kept = await tokenizer.encode(pair.document, add_special_tokens=False, field=field)
     num_least = len(token_ids) - len(kept)
     for _ in range(_MAX_CUTS):
         kept = kept[: max(0, len(kept) - (len(token_ids) - num_kept))]
-        text = await model.tokenizer.decode(kept, skip_special_tokens=False, field=field)
-        token_ids = await _rendered(query, text, model)
+        text = await tokenizer.decode(kept, skip_special_tokens=False, field=field)
+        token_ids = await _rendered(replace(pair, document=text), model)
         if len(token_ids) <= num_kept:
             return token_ids
     raise InvalidArgument(
@@ -89,10 +88,21 @@ async def _render_pair(
     )
 
 
-async def _rendered(query: str, document: str, model: ServedModel) -> list[int]:
+async def _rendered(pair: _Pair, model: ServedModel) -> list[int]:
     conversation: dict[str, object] = {
-        "messages": [{"role": "query", "content": query}, {"role": "document", "content": document}],
+        "messages": [
+            {"role": "query", "content": pair.query},
+            {"role": "document", "content": pair.document},
+        ],
         "chat_template": model.score_template,
     }
-    _, token_ids = await model.tokenizer.render_and_encode(conversation, max_chars=model.max_text_chars)
+    # Clients send texts: each of them has its limit, and the template comes on top.
+    max_chars = 2 * model.max_text_chars + len(model.score_template)
+    names = {"messages[0]": pair.query_field, "messages[1]": pair.document_field}
+    try:
+        _, token_ids = await model.tokenizer.render_and_encode(
+            conversation, max_chars=max_chars, field=pair.document_field
+        )
+    except InvalidArgument as error:
+        raise with_fields(error, lambda field: names.get(field, field)) from error
     return token_ids

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from collections.abc import Iterable
+from typing import TypeAlias
 
 from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.pooling import PooledPrompts, Pooling, PoolingPrompt, PoolingWork
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.pooling import (
+    Inputs,
     check_inputs,
     check_pooling,
     check_prompts,
     check_result,
+    inputs_of,
     is_per_token,
     read_floats,
     refuse_unsupported,
+    spread,
     tokenize_inputs,
     truncated_pair,
 )
@@ -28,10 +31,6 @@ from triptych.api.v1 import embedding_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2
 from triptych_kit.errors import Internal, InvalidArgument
 from triptych_kit.rules import MessageRules
-
-Inputs: TypeAlias = Sequence[embedding_pb2.PoolingInput]
-
-T = TypeVar("T")
 
 PoolingRequest: TypeAlias = (
     "embedding_pb2.EmbedRequest | embedding_pb2.ClassifyRequest | embedding_pb2.ScoreRequest"
@@ -91,9 +90,10 @@ class PoolingAnswers:
             params.use_activation,
             "must be left out, as no classes are asked for",
         )
-        model = self._checked_model(request, {"inputs": request.inputs}, violations)
+        inputs = inputs_of("inputs", request.inputs)
+        model = self._checked_model(request, inputs, violations)
         refuse_unsupported(model, [_TOKEN_EMBED if params.late_interaction_key else params.task])
-        pooled = await self._run(model, params, request, caller)
+        pooled = await self._run(model, params, inputs, request, caller)
         for result in pooled.results:
             is_cut = params.HasField("dimensions") and params.task != _SCORE
             if is_cut and result.tensor.shape[-1] != params.dimensions:
@@ -114,10 +114,11 @@ class PoolingAnswers:
         task = sampling_pb2.POOLING_TASK_CLASSIFY
         if request.per_token:
             task = sampling_pb2.POOLING_TASK_TOKEN_CLASSIFY
-        model = self._checked_model(request, {"inputs": request.inputs}, Violations())
+        inputs = inputs_of("inputs", request.inputs)
+        model = self._checked_model(request, inputs, Violations())
         refuse_unsupported(model, [task])
         params = sampling_pb2.PoolingParams(task=task, use_activation=_activates(request))
-        pooled = await self._run(model, params, request, caller)
+        pooled = await self._run(model, params, inputs, request, caller)
         return embedding_pb2.ClassifyResponse(
             results=[result.tensor for result in pooled.results],
             labels=model.class_labels,
@@ -128,22 +129,21 @@ class PoolingAnswers:
     async def score(self, request: embedding_pb2.ScoreRequest, caller: Caller) -> embedding_pb2.ScoreResponse:
         """The relevance of each document to the query of the same index, or to the only query."""
         violations = Violations()
-        inputs = {"queries": request.queries, "documents": request.documents}
-        num_queries, num_documents = len(request.queries), len(request.documents)
+        queries, documents = inputs_of("queries", request.queries), inputs_of("documents", request.documents)
+        num_queries, num_documents = len(queries), len(documents)
         rule = f"must be 1 or as many as documents, {num_documents}"
         violations.need(num_queries in (1, num_documents), "queries", num_queries, rule)
-        model = self._checked_model(request, inputs, violations)
-        scores, pooled = await self._scores_of(model, inputs, request, caller)
+        model = self._checked_model(request, {**queries, **documents}, violations)
+        scores, pooled = await self._scores_of(model, queries, documents, request, caller)
         return embedding_pb2.ScoreResponse(scores=scores, usage=_usage(pooled), request_id=pooled.request_id)
 
     async def rerank(
         self, request: embedding_pb2.RerankRequest, caller: Caller
     ) -> embedding_pb2.RerankResponse:
         """The most relevant documents, best first; documents of equal score stay in order."""
-        violations = Violations()
-        inputs = {"query": [request.query], "documents": request.documents}
-        model = self._checked_model(request, inputs, violations)
-        scores, pooled = await self._scores_of(model, inputs, request, caller)
+        queries, documents = {"query": request.query}, inputs_of("documents", request.documents)
+        model = self._checked_model(request, {**queries, **documents}, Violations())
+        scores, pooled = await self._scores_of(model, queries, documents, request, caller)
         best_first = sorted(range(len(scores)), key=lambda index: -scores[index])
         return embedding_pb2.RerankResponse(
             results=[
@@ -154,15 +154,12 @@ class PoolingAnswers:
             request_id=pooled.request_id,
         )
 
-    def _checked_model(
-        self, request: PoolingRequest, inputs: Mapping[str, Inputs], violations: Violations
-    ) -> ServedModel:
+    def _checked_model(self, request: PoolingRequest, inputs: Inputs, violations: Violations) -> ServedModel:
         model = self._pooling.model(request.model)
         violations.extend(_RULES[type(request)].violations(request, {}))
         most, num_kept = model.max_model_len, request.truncate_prompt_tokens
         violations.need(num_kept <= most, "truncate_prompt_tokens", num_kept, f"must be at most {most}")
-        for field, values in inputs.items():
-            check_inputs(field, values, model, violations, may_be_long=num_kept != 0)
+        check_inputs(inputs, model, violations, may_be_long=num_kept != 0)
         violations.raise_if_any()
         return model
 
@@ -170,13 +167,14 @@ class PoolingAnswers:
         self,
         model: ServedModel,
         params: sampling_pb2.PoolingParams,
+        inputs: Inputs,
         request: embedding_pb2.EmbedRequest | embedding_pb2.ClassifyRequest,
         caller: Caller,
     ) -> PooledPrompts:
         async def tokenize() -> list[PoolingPrompt]:
             num_kept = _num_kept(request, model)
-            prompts = await tokenize_inputs("inputs", request.inputs, model, num_kept=num_kept)
-            check_prompts("inputs", prompts, model)
+            prompts = await tokenize_inputs(inputs, model, num_kept=num_kept)
+            check_prompts(inputs, prompts, model)
             return list(map(PoolingPrompt, prompts))
 
         pooled = await self._pooling.run(
@@ -189,11 +187,12 @@ class PoolingAnswers:
     async def _scores_of(
         self,
         model: ServedModel,
-        inputs: Mapping[str, Inputs],
+        queries: Inputs,
+        documents: Inputs,
         request: embedding_pb2.ScoreRequest | embedding_pb2.RerankRequest,
         caller: Caller,
     ) -> tuple[list[float], PooledPrompts]:
-        """A score for each document. `inputs`: queries (one, or as many as documents), then documents."""
+        """A score for each document. queries: one, or as many as documents."""
         refuse_unsupported(model, [_SCORE, _EMBED])
         is_by_pairs = "score" in model.supported_tasks
         activates = _activates(request)
@@ -203,39 +202,32 @@ class PoolingAnswers:
                 f"{model.name!r} are cosines",
                 field="use_activation",
             )
-        (query_field, queries), (document_field, documents) = inputs.items()
+        texts = {**queries, **documents}
 
         async def tokenize() -> list[PoolingPrompt]:
             num_kept = _num_kept(request, model)
             if not is_by_pairs:
-                firsts = await tokenize_inputs(query_field, queries, model, num_kept=num_kept)
-                seconds = await tokenize_inputs(document_field, documents, model, num_kept=num_kept)
-                check_prompts(query_field, firsts, model)
-                check_prompts(document_field, seconds, model)
-                return list(map(PoolingPrompt, firsts + seconds))
+                prompts = await tokenize_inputs(texts, model, num_kept=num_kept)
+                check_prompts(texts, prompts, model)
+                return list(map(PoolingPrompt, prompts))
             if model.score_template:
-                fields, spread = (query_field, document_field), _spread(queries, documents)
-                rendered = await render_pairs(spread, documents, fields, model, num_kept)
-                check_prompts(document_field, rendered, model)
-                keys = [hashlib.sha256(query.prompt.encode()).hexdigest() for query in spread]
-                return list(map(PoolingPrompt, rendered, keys))
+                prompts = await render_pairs(queries, documents, model, num_kept)
+                check_prompts(documents, prompts, model)
+                asked = spread([query.prompt.encode() for query in queries.values()], documents)
+                return list(map(PoolingPrompt, prompts, _affinity_keys(asked)))
             is_cut = num_kept is not None
-            firsts, seconds = [
-                await tokenize_inputs(field, texts, model, add_special_tokens=False, may_be_long=is_cut)
-                for field, texts in ((query_field, queries), (document_field, documents))
-            ]
+            token_ids = await tokenize_inputs(texts, model, add_special_tokens=False, may_be_long=is_cut)
+            firsts, seconds = token_ids[: len(queries)], token_ids[len(queries) :]
             template = model.tokenizer.pair_template
             room = None if num_kept is None else max(0, num_kept - template.num_special)
             cut = [
                 truncated_pair(first, second, room)
-                for first, second in zip(_spread(firsts, seconds), seconds, strict=True)
+                for first, second in zip(spread(firsts, seconds), seconds, strict=True)
             ]
             firsts, pairs = [first for first, _ in cut], [template.join(*pair) for pair in cut]
-            check_prompts(document_field, pairs, model)
-            # With one key per query, all of its pairs go to one engine, whose prefix cache computes it once.
-            keys = [hashlib.sha256(id_column(first)).hexdigest() for first in firsts]
+            check_prompts(documents, pairs, model)
             starts = map(template.second_start, firsts)
-            return list(map(PoolingPrompt, pairs, keys, starts))
+            return list(map(PoolingPrompt, pairs, _affinity_keys(map(id_column, firsts)), starts))
 
         params = sampling_pb2.PoolingParams(task=_SCORE, use_activation=activates)
         if not is_by_pairs:
@@ -244,6 +236,11 @@ class PoolingAnswers:
             PoolingWork(request.request_id, request.model, model, params, tokenize), caller
         )
         return (_pair_scores(pooled) if is_by_pairs else _cosines(pooled, len(queries))), pooled
+
+
+def _affinity_keys(queries: Iterable[bytes]) -> list[str]:
+    """One key per query: all of its pairs go to one engine, whose prefix cache computes it once."""
+    return [hashlib.sha256(query).hexdigest() for query in queries]
 
 
 def _num_kept(request: PoolingRequest, model: ServedModel) -> int | None:
@@ -279,12 +276,8 @@ def _cosines(pooled: PooledPrompts, num_queries: int) -> list[float]:
     queries, documents = vectors[:num_queries], vectors[num_queries:]
     return [
         sum(map(operator.mul, query, document))
-        for query, document in zip(_spread(queries, documents), documents, strict=True)
+        for query, document in zip(spread(queries, documents), documents, strict=True)
     ]
-
-
-def _spread(firsts: Sequence[T], seconds: Sequence[object]) -> Sequence[T]:
-    return firsts if len(firsts) == len(seconds) else [firsts[0]] * len(seconds)
 
 
 def _usage(pooled: PooledPrompts) -> output_pb2.Usage:

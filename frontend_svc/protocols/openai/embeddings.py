@@ -225,7 +225,7 @@ class EmbeddingRoutes:
         set_field(api_request, "request_id", body.request_id)
         set_field(api_request, "truncate_prompt_tokens", body.truncate_prompt_tokens)
         set_field(api_request, "top_n", body.top_n)
-        request.state.name_of = _names_of({"query[0]": "query", **_set_activation(api_request, body)})
+        request.state.name_of = _names_of(_set_activation(api_request, body))
         answer = await unless_disconnected(request, self._pooling.rerank(api_request, caller_of(request)))
         results = []
         for result in answer.results:

@@ -93,10 +93,12 @@ class ModelTokenizer:
         return await self._workers.render(self._files, conversation, max_chars=max_chars)
 
     async def render_and_encode(
-        self, conversation: Mapping[str, object], *, max_chars: int
+        self, conversation: Mapping[str, object], *, max_chars: int, field: str = "messages"
     ) -> tuple[str, list[int]]:
-        """The prompt of a conversation and its token ids."""
-        return await self._workers.render_and_encode(self._files, conversation, max_chars=max_chars)
+        """The prompt of a conversation and its token ids. Errors name `field`, or a message of it."""
+        return await self._workers.render_and_encode(
+            self._files, conversation, max_chars=max_chars, field=field
+        )
 
     def detokenizer(
         self,

@@ -35,6 +35,7 @@ SCORE_TEMPLATE = (
     "Judge. {{ (messages | selectattr('role', 'eq', 'query') | first).content }}: "
     "{{ (messages | selectattr('role', 'eq', 'document') | first).content }} Answer."
 )
+NOT_SHOWN = ": the chat template does not show this message"
 ENGINE_TASKS = ("embed", "token_embed", "classify", "token_classify")
 
 
@@ -192,7 +193,7 @@ async def test_a_score_template_makes_the_prompt_of_a_pair():
         documents = [text("sat"), text("a mat")]
         request = embedding_pb2.ScoreRequest(queries=[text("the cat")], documents=documents)
         await client.embedding.Score(request, timeout=WAIT_S)
-        given = embedding_pb2.ScoreRequest(queries=[ids(1)], documents=[text("sat")])
+        given = embedding_pb2.ScoreRequest(queries=[ids(1)], documents=documents)
         error = await error_of(client.embedding.Score(given, timeout=WAIT_S))
     shown = [rendered_pair("the cat", document) for document in ("sat", "a mat")]
     assert [request.prompt for request in engine.requests] == shown
@@ -217,6 +218,38 @@ async def test_the_document_of_a_score_template_is_cut_and_what_is_behind_it_sta
     assert TOKENIZER.decode(sent.prompt).startswith("Judge. the cat: sat")
     assert TOKENIZER.decode(sent.prompt).endswith(" Answer.")
     assert "tokens of the score template and the query of documents[0]" in error.details()
+
+
+@pytest.mark.parametrize(
+    ("shown", "message", "field"),
+    [
+        ("{{ raise_exception('no pair') }}", "no pair", "documents[0]"),
+        ("{{ messages[0].content }}", f"documents[0]{NOT_SHOWN}", "documents[0]"),
+        ("{{ messages[1].content }}", f"query{NOT_SHOWN}", "query"),
+    ],
+    ids=["raises", "hides the document", "hides the query"],
+)
+async def test_errors_of_a_score_template_name_the_texts_of_the_request(shown, message, field):
+    engine = FakeEngine(supported_tasks=["score"], chat_template="{# 'query' 'document' #}" + shown)
+    async with serving(engine) as (client, _):
+        request = embedding_pb2.RerankRequest(query=text("the cat"), documents=[text("sat"), text("a mat")])
+        error = await error_of(client.embedding.Rerank(request, timeout=WAIT_S))
+    assert error.details() == message
+    assert f'field: "{field}"' in details_of(error)
+
+
+async def test_the_longest_text_is_rendered_whatever_the_score_template_adds():
+    engine = FakeEngine(supported_tasks=["score"], chat_template=SCORE_TEMPLATE)
+    longest = "the cat " * (1 << 17)
+    async with serving(engine) as (client, _):
+        request = embedding_pb2.RerankRequest(query=text("the cat"), documents=[text(longest)])
+        error = await error_of(client.embedding.Rerank(request, timeout=WAIT_S))
+        request.documents[0].prompt += "!"
+        longer = await error_of(client.embedding.Rerank(request, timeout=WAIT_S))
+    assert re.match(rf"documents\[0\] has \d+ tokens, must have 1\.\.{MAX_MODEL_LEN}", error.details())
+    assert longer.details() == (
+        f"documents[0].prompt has {len(longest) + 1} characters, must have 1..{len(longest)}"
+    )
 
 
 async def test_a_query_meets_all_of_its_documents_in_one_engine_and_other_queries_may_go_elsewhere():
