@@ -9,6 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from engine_svc.core.pooling_spec import PoolingOptions
 from engine_svc.features import packages
 from triptych_kit.config import ConfigError, option, require
 from triptych_kit.listeners import check_service_ports
@@ -305,6 +306,11 @@ class CoreConfig(SecurityOptions):
             require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         require(self.step_limit_s > 0, "step_limit_s", self.step_limit_s, "above 0")
         self._check_labels()
+
+    @property
+    def pooling(self) -> PoolingOptions:
+        """How to use the checkpoint for results from its hidden states."""
+        return PoolingOptions(self.runner, self.convert, self.pooler_config, self.hf_overrides)
 
     @property
     def speculation(self) -> Speculation:

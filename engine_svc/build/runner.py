@@ -13,7 +13,6 @@ from engine_svc.build.data_parallel import LockstepSide, build_experts, build_lo
 from engine_svc.build.features import reserved_bytes, runner_features
 from engine_svc.build.speculation import make_drafting, make_proposer
 from engine_svc.config import EngineConfig
-from engine_svc.core.pooling_spec import PoolingOptions
 from engine_svc.data_parallel.expert_shards import HeldExperts
 from engine_svc.loop.protocols import PreparingRanks
 from engine_svc.loop.steps import Executor
@@ -130,7 +129,7 @@ def load_options(config: EngineConfig) -> LoadOptions:
         num_threads=config.num_threads,
         is_deterministic=None if config.deterministic == "auto" else config.deterministic == "on",
         cpu_isa=config.cpu_isa,
-        pooling=PoolingOptions(config.runner, config.convert, config.pooler_config, config.hf_overrides),
+        pooling=config.pooling,
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext, Parsed, WireFeature
-from engine_svc.core.pooling_spec import PoolingFilesError, PoolingOptions, PoolingSpec, read_pooling_spec
+from engine_svc.core.pooling_spec import PoolingFilesError, PoolingSpec, read_pooling_spec
 from engine_svc.features.pooling.extras import ITEM_BYTES, MAX_QUERY_BYTES, PooledResult, PoolingRequest
 from triptych.common.v1 import sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, step_pb2
@@ -30,10 +30,7 @@ _VECTORS = ("embed", "token_embed")
 def make(config: EngineConfig) -> WireFeature | None:
     """None for a model that generates alone. Raises ConfigError for one that cannot pool as it is to."""
     try:
-        spec = read_pooling_spec(
-            Path(config.model),
-            PoolingOptions(config.runner, config.convert, config.pooler_config, config.hf_overrides),
-        )
+        spec = read_pooling_spec(Path(config.model), config.pooling)
     except PoolingFilesError as error:
         raise ConfigError(str(error)) from error
     return None if spec is None else PoolingOfAdd(spec)
