@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine_svc.core.extras import Extra, OutputExtra
 
@@ -39,6 +39,11 @@ class PoolingRequest(Extra):
     def is_per_token(self) -> bool:
         """Whether the result has an entry for each token."""
         return self.task.startswith("token_") or bool(self.late_key)
+
+    def computed(self) -> PoolingRequest:
+        """What the model computes for it, vectors of tokens if it has a key; equal ones are made together."""
+        task = "token_embed" if self.late_key else self.task
+        return replace(self, task=task, second_text_start=None, late_key="", late_scope="")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -29,9 +30,6 @@ def make(config: EngineConfig, context: RunnerContext) -> RunnerFeature:
 
 
 _BLOCK_ROWS = 1024  # of an input that a query is compared with at once
-_ANY_KEY = "*"  # of rows with keys of their own whose results are made together
-
-
 _Key: TypeAlias = tuple[str, str]  # late_scope, late_key
 
 
@@ -144,19 +142,18 @@ class PoolingRows(RunnerFeature):
                 continue
             whole = torch.cat([*row.states, states]) if row.states else states
             row.states = []
-            alike = replace(row.request, second_text_start=None)
-            if alike.late_key:
-                alike = replace(alike, task="token_embed", late_key=_ANY_KEY, late_scope="")
-            complete.setdefault(alike, []).append((row_index, whole))
+            complete.setdefault(row.request.computed(), []).append((row_index, whole))
         if not complete:
             return None
-        results: list[tuple[int, Tensor]] = []
-        for request, rows in complete.items():
-            made = _results(pooler, request, rows)
-            if request.late_key:
-                made = [(row, to_host(self._finished(self._rows[row], tensor))) for row, tensor in made]
-            results += made
-        return lambda: {row: _to_extra(tensor) for row, tensor in results}
+        results = {
+            row_index: self._finished(self._rows[row_index], result)
+            for request, rows in complete.items()
+            for row_index, result in _results(pooler, request, rows)
+        }
+        shapes = {row_index: tuple(result.shape) for row_index, result in results.items()}
+        # One copy to the host for all rows.
+        numbers = to_host(torch.cat([result.flatten() for result in results.values()]))
+        return lambda: _to_extras(shapes, numbers)
 
     def _finished(self, row: _Row, result: Tensor) -> Tensor:
         """The vectors, or the score [1] where they are compared with a query."""
@@ -200,11 +197,8 @@ class _Queries:
 def _results(
     pooler: Pooler, request: PoolingRequest, rows: Sequence[tuple[int, Tensor]]
 ) -> list[tuple[int, Tensor]]:
-    """The result of each row, on its way to the host unless the rows have keys.
-
-    rows: with the states [T, H] of whole prompts.
-    """
-    numbers, states = [row for row, _ in rows], [states for _, states in rows]
+    """The result of each row, fp32. rows: with the states [T, H] of whole prompts."""
+    indexes, states = [row for row, _ in rows], [states for _, states in rows]
     normalizes = pooler.spec.normalizes if request.normalizes is None else request.normalizes
     if request.is_per_token:
         flat = torch.cat(states)
@@ -217,16 +211,18 @@ def _results(
     else:
         activates = pooler.spec.activates if request.activates is None else request.activates
         made = pooler.scores(flat, activate=activates)
-    if not request.late_key:
-        made = to_host(made)
-    if not request.is_per_token:
-        return list(zip(numbers, made.unbind(0), strict=True))
-    return list(zip(numbers, made.split([len(one) for one in states]), strict=True))
+    parts = made.split([len(one) for one in states]) if request.is_per_token else made.unbind(0)
+    return list(zip(indexes, parts, strict=True))
 
 
 def _key_of(request: PoolingRequest) -> _Key:
     return request.late_scope, request.late_key
 
 
-def _to_extra(tensor: Tensor) -> PooledResult:
-    return PooledResult(tuple(tensor.shape), tensor.numpy().tobytes())
+def _to_extras(shapes: Mapping[int, tuple[int, ...]], numbers: Tensor) -> dict[int, PooledResult]:
+    """The results by row. numbers: [N] fp32, of all of them, in order."""
+    parts = numbers.split([math.prod(shape) for shape in shapes.values()])
+    return {
+        row: PooledResult(shape, part.numpy().tobytes())
+        for (row, shape), part in zip(shapes.items(), parts, strict=True)
+    }
