@@ -74,17 +74,5 @@ class PromptLogprobs(OutputExtra):
                 num_bytes += part.size_bytes
         return [PromptLogprobs(tuple(group)) for group in groups]
 
-    def from_position(self, position: int) -> PromptLogprobs | None:
-        """The logprobs from `position` on; None: there are none."""
-        runs = []
-        for run in self.runs:
-            if position <= run.first_position and position < max(1, run.end_position):
-                runs.append(run)
-            elif position < run.end_position:
-                columns = run.token_logprobs
-                skipped = position - run.first_position
-                runs.append(PromptRun(position, columns.part(skipped, len(columns.ranks))))
-        return PromptLogprobs(tuple(runs)) if runs else None
-
 
 EXTRAS = (PromptLogprobSpec, PromptLogprobs)
