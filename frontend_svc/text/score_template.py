@@ -82,7 +82,7 @@ async def _render_pair(pair: _Pair, model: ServedModel, num_kept: int | None) ->
         if len(token_ids) <= num_kept:
             return token_ids
     raise InvalidArgument(
-        f"truncate_prompt_tokens is {num_kept}, must be more than the {num_least} tokens of the score "
+        f"truncate_prompt_tokens is {num_kept}, must be at least the {num_least} tokens of the score "
         f"template and the query of {field}",
         field="truncate_prompt_tokens",
     )

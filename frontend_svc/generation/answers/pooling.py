@@ -219,7 +219,13 @@ class PoolingAnswers:
             token_ids = await tokenize_inputs(texts, model, add_special_tokens=False, may_be_long=is_cut)
             firsts, seconds = token_ids[: len(queries)], token_ids[len(queries) :]
             template = model.tokenizer.pair_template
-            room = None if num_kept is None else max(0, num_kept - template.num_special)
+            room = None if num_kept is None else num_kept - template.num_special
+            if room is not None and room < 0:
+                raise InvalidArgument(
+                    f"truncate_prompt_tokens is {num_kept}, must be at least {template.num_special}, "
+                    "the special tokens of a pair",
+                    field="truncate_prompt_tokens",
+                )
             cut = [
                 truncated_pair(first, second, room)
                 for first, second in zip(spread(firsts, seconds), seconds, strict=True)

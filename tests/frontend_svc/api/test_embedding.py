@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
+from tokenizers import processors
 
 from tests.frontend_svc.fakes import (
     EOS_ID,
@@ -27,9 +28,10 @@ from tests.frontend_svc.fakes import (
     serving,
     serving_one,
 )
+from tests.frontend_svc.tokenizers import EOS, byte_level_tokenizer
 from triptych.api.v1 import embedding_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
-from triptych.engine.v1 import engine_pb2, step_pb2
+from triptych.engine.v1 import engine_pb2, session_pb2, step_pb2
 
 SCORE_TEMPLATE = (
     "Judge. {{ (messages | selectattr('role', 'eq', 'query') | first).content }}: "
@@ -181,6 +183,24 @@ async def test_pairs_are_scored_together_where_the_model_does_that():
     assert [request.prompt for request in engine.requests] == [[1, 2, 3], [1, 2, 4, 5], [1, 3], [2, 4]]
     assert response.usage.num_prompt_tokens == 7
     assert {request.entry.pooling.task for request in engine.requests} == {sampling_pb2.POOLING_TASK_SCORE}
+
+
+async def test_a_pair_is_cut_to_its_special_tokens_and_no_further():
+    engine = FakeEngine(pooling(lambda request: tensor([0.5])), supported_tasks=["score"])
+    tokenizer = byte_level_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{EOS} $A", pair=f"{EOS} $A {EOS} $B {EOS}", special_tokens=[(EOS, EOS_ID)]
+    )
+    engine.files[session_pb2.ARTIFACT_KIND_TOKENIZER] = tokenizer.to_str().encode()
+    async with serving(engine) as (client, _):
+        request = embedding_pb2.ScoreRequest(
+            queries=[text("the cat")], documents=[text("sat")], truncate_prompt_tokens=3
+        )
+        await client.embedding.Score(request, timeout=WAIT_S)
+        request.truncate_prompt_tokens = 2
+        error = await error_of(client.embedding.Score(request, timeout=WAIT_S))
+    assert [request.prompt for request in engine.requests] == [[EOS_ID] * 3]
+    assert error.details() == "truncate_prompt_tokens is 2, must be at least 3, the special tokens of a pair"
 
 
 async def test_a_score_template_makes_the_prompt_of_a_pair():
