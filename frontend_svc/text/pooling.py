@@ -11,7 +11,6 @@ from typing import TypeAlias, TypeVar
 
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
-from frontend_svc.text.prompt import check_fits
 from triptych.api.v1 import embedding_pb2
 from triptych.common.v1 import sampling_pb2, tensor_pb2
 from triptych_kit.errors import Internal, Unimplemented
@@ -120,8 +119,8 @@ async def tokenize_inputs(
         if entry.WhichOneof("input") == "prompt"
     }
     if num_kept is None and not may_be_long:
-        for field, text in texts.items():
-            check_fits(field, text, model)
+        bounds = [max(1, model.tokenizer.min_num_tokens(text)) for text in texts.values()]
+        _check_lengths(texts, bounds, "tokens or more", model)
     encode = partial(model.tokenizer.encode_all, add_special_tokens=add_special_tokens)
     tasks = _tasks_of(texts)
     encoded: list[list[int]] = []
@@ -174,15 +173,16 @@ def spread(firsts: Sequence[T], seconds: Collection[object]) -> Sequence[T]:
 
 def check_prompts(fields: Iterable[str], prompts: Sequence[Sequence[int]], model: ServedModel) -> None:
     """Raise InvalidArgument that names every prompt without tokens or with too many for the model."""
+    _check_lengths(fields, list(map(len, prompts)), "tokens", model)
+
+
+def _check_lengths(fields: Iterable[str], lengths: Sequence[int], unit: str, model: ServedModel) -> None:
     violations = Violations()
-    for field, token_ids in zip(fields, prompts, strict=True):
-        violations.need_count(field, len(token_ids), "tokens", 1, model.max_model_len)
+    for field, length in zip(fields, lengths, strict=True):
+        violations.need_count(field, length, unit, 1, model.max_model_len)
     violations.raise_if_any(
         "CONTEXT_LENGTH_EXCEEDED",
-        {
-            "num_tokens": str(max(map(len, prompts), default=0)),
-            "max_model_len": str(model.max_model_len),
-        },
+        {"num_tokens": str(max(lengths, default=0)), "max_model_len": str(model.max_model_len)},
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
-from tokenizers import processors
+from tokenizers import Tokenizer, models, processors
 
 from tests.frontend_svc.fakes import (
     EOS_ID,
@@ -440,6 +440,21 @@ async def test_prompts_that_do_not_fit_are_all_named_before_any_is_sent():
     assert "inputs[2] has" in details
     assert "must have 1..8" in details
     assert not engine.requests
+
+
+async def test_a_text_of_as_many_of_the_longest_tokens_as_the_model_takes_fits():
+    letters = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    engine = FakeEngine(pooling(length_vector), supported_tasks=ENGINE_TASKS)
+    engine.files[session_pb2.ARTIFACT_KIND_TOKENIZER] = letters.to_str().encode()
+    async with serving(engine) as (client, _):
+        request = embedding_pb2.EmbedRequest(inputs=[text("a" * MAX_MODEL_LEN)])
+        response = await client.embedding.Embed(request, timeout=WAIT_S)
+        request.inputs[0].prompt += "a"
+        error = await error_of(client.embedding.Embed(request, timeout=WAIT_S))
+    assert response.usage.num_prompt_tokens == MAX_MODEL_LEN
+    assert error.details() == (
+        f"inputs[0].prompt has {MAX_MODEL_LEN + 1} tokens or more, must have 1..{MAX_MODEL_LEN}"
+    )
 
 
 async def test_a_query_is_kept_and_its_documents_are_scored_in_the_same_engine():
