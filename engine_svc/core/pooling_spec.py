@@ -22,6 +22,8 @@ _METHODS = {
 _METHOD_NAMES = {"cls": "cls", "mean": "mean", "max": "max", "mean_sqrt_len_tokens": "mean_sqrt_len",
                  "lasttoken": "last", "last": "last"}  # fmt: skip
 _MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+# What architectures call the width of their hidden states.
+_WIDTHS = ("hidden_size", "dim", "n_embd", "d_model")
 _POOLER_CONFIG = ("pooling_type", "normalize", "use_activation")
 # Keys of config.json that options may give.
 _OVERRIDES = (
@@ -125,8 +127,11 @@ def read_pooling_spec(folder: Path, options: PoolingOptions | None = None) -> Po
         "classify": ("classify", "score") if num_classes == 1 else ("classify",),
         "token_classify": ("token_classify",),
     }[head]
-    width = modules.width or config.get("hidden_size") or config.get("dim")
+    width = modules.width or next((config[name] for name in _WIDTHS if config.get(name)), None)
     if type(width) is not int or width < 1:
+        if options.runner == "pooling" or options.convert in ("embed", "classify"):
+            names = " or ".join(_WIDTHS)
+            raise PoolingFilesError(f"{folder}/config.json: {names} is {width!r}, must be a positive number")
         return None
     is_plain = not modules.is_stated
     return PoolingSpec(

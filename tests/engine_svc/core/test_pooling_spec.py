@@ -50,6 +50,14 @@ def test_modules_say_method_projections_length_and_norm(tmp_path: Path):
     assert (spec.max_length, spec.normalizes) == (24, False)
 
 
+def test_the_width_of_a_vector_is_read_by_any_of_its_names_or_its_lack_refused(tmp_path: Path):
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
+    for name in ("hidden_size", "dim", "n_embd", "d_model"):
+        assert spec_of(tmp_path, {**config, name: 32}, PoolingOptions("pooling")).num_dimensions == 32
+    with pytest.raises(PoolingFilesError, match="hidden_size or dim or n_embd or d_model is None, must be"):
+        read(tmp_path, config, PoolingOptions("pooling"))
+
+
 def test_options_come_before_the_files(tmp_path: Path):
     add_sentence_modules(tmp_path, MEAN)
     config = '{"pooling_type": "CLS", "normalize": true}'

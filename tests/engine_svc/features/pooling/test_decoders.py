@@ -34,8 +34,13 @@ def states_alone(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
     return torch.nn.functional.normalize(states.float(), dim=-1)
 
 
-@pytest.mark.parametrize("model_impl", ["native", "transformers"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "model_impl"),
+    [
+        *((family, kind) for family in ("qwen2", "qwen3", "gemma3") for kind in ("native", "transformers")),
+        *((family, "transformers") for family in ("gpt2", "opt")),
+    ],
+)
 def test_a_vector_is_the_normalized_state_of_the_last_token(
     tmp_path: Path, family: str, model_impl: str
 ) -> None:
