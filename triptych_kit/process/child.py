@@ -185,9 +185,10 @@ class Child:
             await self.wait()
             raise ChildDied(self, STARTING)
         record = json.loads(line)
-        addresses = (record.get(name) or "" for name in ("address", "admin_address", "admin_http", "http"))
+        names = ("address", "admin_address", "admin_http", "http")
+        addresses = {name: record.get(name) or "" for name in names}
         workers = tuple(record.get("admin_addresses", ()))
-        self.announcement = Announcement(self.pid, *addresses, admin_addresses=workers)
+        self.announcement = Announcement(self.pid, **addresses, admin_addresses=workers)
         return self.announcement
 
     async def wait(self) -> None:
