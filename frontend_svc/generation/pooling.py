@@ -184,7 +184,7 @@ class PoolingProgress:
         self._num_prompts = num_prompts
         self._max_attempts = 0
         self._engine_id = ""
-        self._sent: list[PooledPrompt] = []
+        self._sent: dict[PooledPrompt, None] = {}  # in the order in which they were started
         self._is_ended = False
 
     @property
@@ -197,12 +197,13 @@ class PoolingProgress:
     @property
     def num_attempts(self) -> int:
         """The maximum over the prompts of how often one was sent to an engine."""
-        return max((prompt.num_attempts for prompt in self._sent), default=self._max_attempts)
+        return max(self._max_attempts, *(prompt.num_attempts for prompt in self._sent), 0)
 
     @property
     def engine_id(self) -> str:
         """The engine of the prompt that was started last."""
-        return self._sent[-1].engine_id if self._sent else self._engine_id
+        newest = next(reversed(self._sent), None)
+        return self._engine_id if newest is None else newest.engine_id
 
     def end(self) -> None:
         """End the prompts in engines and send no more: the request ends as aborted."""
@@ -215,13 +216,14 @@ class PoolingProgress:
         """Track a prompt inside of the block. Raises Aborted after `end`."""
         if self._is_ended:
             raise Aborted("the request was aborted before its result was computed")
-        self._sent.append(prompt)
+        self._sent[prompt] = None
         try:
             yield
         finally:
+            # The number of prompts is large: nothing here may look at all of them.
             self._engine_id = self.engine_id
-            self._max_attempts = max(self._max_attempts, self.num_attempts)
-            self._sent.remove(prompt)
+            self._max_attempts = max(self._max_attempts, prompt.num_attempts)
+            del self._sent[prompt]
 
     def note(self, pooled: Pooled) -> None:
         """Count a prompt that has its result."""
