@@ -197,7 +197,7 @@ class PoolingProgress:
     @property
     def num_attempts(self) -> int:
         """The maximum over the prompts of how often one was sent to an engine."""
-        return max(self._max_attempts, *(prompt.num_attempts for prompt in self._sent), 0)
+        return max((prompt.num_attempts for prompt in self._sent), default=self._max_attempts)
 
     @property
     def engine_id(self) -> str:
