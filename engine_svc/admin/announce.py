@@ -140,6 +140,7 @@ def fingerprint(value: ModelFingerprint) -> session_pb2.Fingerprint:
         kernel_mode=value.kernel_mode,
         max_model_len=value.max_model_len,
         schema_revision=value.schema_revision,
+        results=value.results,
     )
 
 

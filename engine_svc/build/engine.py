@@ -34,6 +34,7 @@ from engine_svc.config import EngineConfig
 from engine_svc.core.artifacts import Artifact, check_artifacts, read_artifacts
 from engine_svc.core.errors import RequestFailed
 from engine_svc.core.facts import EngineFacts, EngineIdentity, LoadProgress, ModelFingerprint
+from engine_svc.core.pooling_spec import describe_results
 from engine_svc.loop.engine import Engine
 from engine_svc.loop.mailbox import Fail, Inbox, KVEventLog, Prepared, StatsSnapshot
 from engine_svc.loop.preparation import Preparations
@@ -348,7 +349,7 @@ def _build_controls(
         # Noted first: the new weights are in use even if reading their folder fails below.
         if lockstep is not None:
             lockstep.note_weights(digest)
-        fingerprint = _fingerprint(folder, served.artifacts, side, digest)
+        fingerprint = _fingerprint(config, folder, served.artifacts, side, digest)
         defer(lambda: served.renew(replace(facts, fingerprint=fingerprint)))
 
     return EngineControls(
@@ -403,7 +404,7 @@ def _describe(config: EngineConfig, artifacts: tuple[Artifact, ...], side: Runne
     folder, model = Path(config.model), side.model
     return EngineFacts(
         model_name=_served_name(config),
-        fingerprint=_fingerprint(folder, artifacts, side, model.weights_digest),
+        fingerprint=_fingerprint(config, folder, artifacts, side, model.weights_digest),
         max_model_len=side.max_model_len,
         block_size=config.block_size,
         num_kv_blocks=side.num_kv_blocks,
@@ -428,7 +429,11 @@ def _served_name(config: EngineConfig) -> str:
 
 
 def _fingerprint(
-    folder: Path, artifacts: tuple[Artifact, ...], side: RunnerSide, weights_digest: str
+    config: EngineConfig,
+    folder: Path,
+    artifacts: tuple[Artifact, ...],
+    side: RunnerSide,
+    weights_digest: str,
 ) -> ModelFingerprint:
     return make_fingerprint(
         folder,
@@ -438,6 +443,7 @@ def _fingerprint(
         vocab_size=side.model.vocab_size,
         kernel_mode=side.kernel_mode,
         max_model_len=side.max_model_len,
+        results=describe_results(folder, config.pooling),
     )
 
 

@@ -25,8 +25,12 @@ def make_fingerprint(
     vocab_size: int,
     kernel_mode: str,
     max_model_len: int,
+    results: str,
 ) -> ModelFingerprint:
-    """The fingerprint of the model as this engine runs it. weights_digest: over tensor names and shapes."""
+    """The fingerprint of the model as this engine runs it.
+
+    weights_digest: over tensor names and shapes.  results: see `describe_results`.
+    """
     tokenizer = [artifact.sha256 for artifact in artifacts if artifact.kind is ArtifactKind.TOKENIZER]
     return ModelFingerprint(
         weights_sha256=_weights_sha256(folder, weights_digest),
@@ -36,6 +40,7 @@ def make_fingerprint(
         rope=_rope(folder),
         kernel_mode=kernel_mode,
         max_model_len=max_model_len,
+        results=results,
     )
 
 
@@ -78,7 +83,8 @@ def declares_experts(folder: Path) -> bool:
 def _weights_sha256(folder: Path, weights_digest: str) -> str:
     # Fine-tunes of one model have equal names and shapes, so a sample of the values is included.
     digest = hashlib.sha256(weights_digest.encode())
-    for path in sorted(folder.glob("*.safetensors")):
+    # Projections of results are in folders of their own.
+    for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*/model.safetensors"))):
         size = path.stat().st_size
         stride = max(_SAMPLE_BYTES, size // _NUM_SAMPLES)
         with path.open("rb") as file:

@@ -36,14 +36,17 @@ class ModelFingerprint:
     kernel_mode: str
     max_model_len: int
     schema_revision: int = SCHEMA_REVISION
+    results: str = ""  # how they are made of hidden states, as canonical text; empty if none are
 
     @property
     def digest(self) -> str:
         """Engines with equal digests are interchangeable. Lower-case hex."""
-        parts = (
+        parts: tuple[str, ...] = (
             self.weights_sha256, self.dtype, self.tokenizer_sha256, str(self.vocab_size), self.rope,
             self.kernel_mode, str(self.max_model_len), str(self.schema_revision),
         )  # fmt: skip
+        if self.results:
+            parts += (self.results,)
         # Lengths are included, so that characters cannot move from one part to the next.
         return hashlib.sha256("".join(f"{len(part)}:{part}," for part in parts).encode()).hexdigest()
 

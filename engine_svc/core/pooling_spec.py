@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,18 @@ def read_pooling_spec(folder: Path, options: PoolingOptions | None = None) -> Po
         class_tokens=class_tokens,
         compares_tokens=compares_tokens,
     )
+
+
+def describe_results(folder: Path, options: PoolingOptions) -> str:
+    """Canonical text of how results are made of hidden states; empty for a model that generates alone.
+
+    Raises as `read_pooling_spec`.
+    """
+    spec = read_pooling_spec(folder, options)
+    if spec is None:
+        return ""
+    dense = [_read(folder / path / "config.json") for path in spec.dense]
+    return json.dumps({**asdict(spec), "dense": dense}, sort_keys=True)
 
 
 @dataclass(slots=True)

@@ -52,6 +52,7 @@ ALLOWED = {
         "engine_svc/core/pooling_spec.py": "what a checkpoint says of it, for its loader and the wire",
         "engine_svc/config.py": "says what the checkpoint is loaded for",
         "engine_svc/build/runner.py": "passes it to the loader",
+        "engine_svc/build/engine.py": "tells engines apart by it",
     },
     "penalties": {
         "engine_svc/core/facts.py": "the model's defaults, which the frontend applies",

@@ -15,6 +15,7 @@ from engine_svc.build.fingerprint import (
 )
 from engine_svc.core.artifacts import read_artifacts
 from engine_svc.core.facts import SamplingDefaults
+from engine_svc.core.pooling_spec import PoolingOptions, describe_results
 
 
 @pytest.fixture
@@ -32,6 +33,7 @@ def digest(folder: Path, **changes: object) -> str:
         "vocab_size": 9,
         "kernel_mode": "k",
         "max_model_len": 8,
+        "results": "",
     }
     return make_fingerprint(folder, read_artifacts(folder), **{**facts, **changes}).digest
 
@@ -65,6 +67,33 @@ def test_every_file_counts(folder, name):
         content.replace(b"10000", b"20000") if name == "config.json" else b"x" + content[1:]
     )
     assert digest(folder) != before
+
+
+def test_every_option_of_pooling_counts(folder):
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "hidden_size": 8}))
+    options = [
+        PoolingOptions(),
+        PoolingOptions("pooling"),
+        PoolingOptions("generate", "embed"),
+        PoolingOptions("pooling", pooler_config='{"pooling_type": "MEAN"}'),
+        PoolingOptions("pooling", pooler_config='{"normalize": false}'),
+        PoolingOptions("pooling", hf_overrides='{"is_matryoshka": true}'),
+    ]
+    digests = {digest(folder, results=describe_results(folder, each)) for each in options}
+    assert len(digests) == len(options)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_every_file_of_a_projection_counts(folder, name):
+    (folder / "config.json").write_text(json.dumps({"architectures": ["BertModel"], "hidden_size": 8}))
+    modules = [{"type": "Transformer", "path": ""}, {"type": "Dense", "path": "2_Dense"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "2_Dense").mkdir()
+    (folder / "2_Dense" / "config.json").write_text('{"out_features": 4}')
+    (folder / "2_Dense" / "model.safetensors").write_bytes(b"w")
+    before = digest(folder, results=describe_results(folder, PoolingOptions()))
+    (folder / "2_Dense" / name).write_text('{"out_features": 4, "bias": true}')
+    assert digest(folder, results=describe_results(folder, PoolingOptions())) != before
 
 
 @pytest.mark.parametrize(

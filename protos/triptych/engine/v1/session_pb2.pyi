@@ -219,7 +219,7 @@ class SamplingDefaults(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., repetition_penalty: _Optional[float] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
-    __slots__ = ("digest", "weights_sha256", "dtype", "tokenizer_sha256", "vocab_size", "rope", "kernel_mode", "max_model_len", "schema_revision")
+    __slots__ = ("digest", "weights_sha256", "dtype", "tokenizer_sha256", "vocab_size", "rope", "kernel_mode", "max_model_len", "schema_revision", "results")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_SHA256_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -229,6 +229,7 @@ class Fingerprint(_message.Message):
     KERNEL_MODE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_REVISION_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
     digest: str
     weights_sha256: str
     dtype: str
@@ -238,7 +239,8 @@ class Fingerprint(_message.Message):
     kernel_mode: str
     max_model_len: int
     schema_revision: int
-    def __init__(self, digest: _Optional[str] = ..., weights_sha256: _Optional[str] = ..., dtype: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., vocab_size: _Optional[int] = ..., rope: _Optional[str] = ..., kernel_mode: _Optional[str] = ..., max_model_len: _Optional[int] = ..., schema_revision: _Optional[int] = ...) -> None: ...
+    results: str
+    def __init__(self, digest: _Optional[str] = ..., weights_sha256: _Optional[str] = ..., dtype: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., vocab_size: _Optional[int] = ..., rope: _Optional[str] = ..., kernel_mode: _Optional[str] = ..., max_model_len: _Optional[int] = ..., schema_revision: _Optional[int] = ..., results: _Optional[str] = ...) -> None: ...
 
 class Artifact(_message.Message):
     __slots__ = ("kind", "sha256", "size_bytes")
