@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from engine_svc.core.extras import Extra
 
+BLOCKER = "adapter"  # of requests whose adapter is not in memory yet
 _KEY_PREFIX = "adapter:"
 
 
@@ -33,7 +34,7 @@ class AdapterUse(Extra):
 
     @property
     def blocker(self) -> str:
-        return "adapter"
+        return BLOCKER
 
     @property
     def cache_key(self) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine_svc.config import EngineConfig
 from engine_svc.core.errors import RequestFailed
 from engine_svc.core.request import Request
 from engine_svc.core.step import StepPlan
-from engine_svc.features.adapters.extras import AdapterUse, Pins, adapter_of, cache_key_of
+from engine_svc.features.adapters.extras import BLOCKER, AdapterUse, Pins, adapter_of, cache_key_of
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 
 # How many later requests with an adapter may go before one that has no slot, or whose adapter is being
@@ -69,9 +69,9 @@ class StepAdapters:
             _take_one(self._num_requests, adapter)
             self._note_use()
 
-    def count_overtaken(self, request: Request, num_requests: int) -> None:
-        """`num_requests` later ones went before this one."""
-        self._num_overtaken[request] = self._num_overtaken.get(request, 0) + num_requests
+    def count_overtaken(self, request: Request) -> None:
+        """A later one went before this one."""
+        self._num_overtaken[request] = self._num_overtaken.get(request, 0) + 1
 
     def begin_step(self) -> None:
         self._rows.clear()
@@ -102,7 +102,7 @@ class StepAdapters:
             self._candidate = None
             self._num_overtaken.pop(request, None)
             for each in self._passed_over:
-                self.count_overtaken(each, 1)
+                self.count_overtaken(each)
                 self._is_barred |= self._num_overtaken[each] >= MAX_OVERTAKING
 
     def give_back(self, request: Request, num_tokens: int) -> None:
@@ -129,31 +129,54 @@ def _take_one(counts: Counter[str], name: str) -> None:
         del counts[name]
 
 
+class AdaptersOfSteps(SchedulerFeature):
+    """What decides about steps, also in a replay: the budget, and which requests overtake a load."""
+
+    def __init__(self, max_adapters: int) -> None:
+        self.budget: StepAdapters = StepAdapters(max_adapters)
+        self._num_added = 0
+        self._numbers: dict[str, int] = {}  # of requests with an adapter, in the order in which they came
+        self._unprepared: dict[Request, int] = {}  # the same; dropped when a later one enters a step
+
+    def on_add(self, request: Request) -> None:
+        self.budget.add(request)
+        if adapter_of(request.extra_keys) is not None:
+            self._num_added += 1
+            self._numbers[request.request_id] = self._unprepared[request] = self._num_added
+
+    def on_plan(self, plan: StepPlan) -> None:
+        for admitted in plan.admitted:
+            if (number := self._numbers.get(admitted.request_id)) is not None:
+                self._count_overtaken(number)
+
+    def on_finish(self, request: Request) -> None:
+        self.budget.remove(request)
+        self._numbers.pop(request.request_id, None)
+        self._unprepared.pop(request, None)
+
+    def _count_overtaken(self, number: int) -> None:
+        """The request of this number has entered a step before all earlier ones that are still prepared."""
+        prepared = []
+        for request, earlier in self._unprepared.items():
+            if earlier >= number:
+                break
+            if BLOCKER in request.blockers:
+                self.budget.count_overtaken(request)
+            else:
+                prepared.append(request)
+        for request in prepared:
+            del self._unprepared[request]
+
+
 @dataclass(slots=True)
 class _Loading:
     """The loading of an adapter for a request.
 
-    after: ids of requests that came later and may be prepared earlier, as their adapters are in memory.
-    num_entered: those of them that have entered a step.
+    num_overtaking: requests that came later and may be prepared earlier, as their adapters are in memory.
     """
 
-    request: Request
     since: float
-    after: set[str] = field(default_factory=set)
-    num_entered: int = 0
-
-
-class AdaptersOfSteps(SchedulerFeature):
-    """What decides about steps: the budget of requests with an adapter."""
-
-    def __init__(self, max_adapters: int) -> None:
-        self.budget: StepAdapters = StepAdapters(max_adapters)
-
-    def on_add(self, request: Request) -> None:
-        self.budget.add(request)
-
-    def on_finish(self, request: Request) -> None:
-        self.budget.remove(request)
+    num_overtaking: int = 0
 
 
 class AdapterLimits(AdaptersOfSteps):
@@ -216,16 +239,16 @@ class AdapterLimits(AdaptersOfSteps):
             return False
         is_next = next(iter(self._waiting), request) is request
         oldest = next(iter(self._loading.values()), None)
-        is_barred = oldest is not None and len(oldest.after) >= MAX_OVERTAKING_OF_LOADING
+        is_barred = oldest is not None and oldest.num_overtaking >= MAX_OVERTAKING_OF_LOADING
         is_loaded = adapter in self._loaded
         if not is_next or is_barred or not (is_loaded or self._has_room(adapter)):
             self._waiting[request] = None
             return True
         self._waiting.pop(request, None)
         for loading in self._loading.values():
-            loading.after.add(request.request_id)
+            loading.num_overtaking += 1
         if not is_loaded:
-            self._loading[request.request_id] = _Loading(request, self._clock.now())
+            self._loading[request.request_id] = _Loading(self._clock.now())
         self._loaded[adapter] += 1
         self._adapters[request] = adapter
         self._wait_s.observe(self._clock.now() - request.arrival_at)
@@ -245,16 +268,14 @@ class AdapterLimits(AdaptersOfSteps):
         if loading is not None:
             self._loads.add("ok" if failure is None else "failed")
             self._load_s.observe(self._clock.now() - loading.since)
-            self.budget.count_overtaken(loading.request, loading.num_entered)
 
     def on_plan(self, plan: StepPlan) -> None:
+        super().on_plan(plan)
         for request_id in plan.preempted:
             self._running.pop(request_id, None)
         for admitted in plan.admitted:
             if (name := self._names.get(admitted.request_id)) is not None:
                 self._running[admitted.request_id] = name
-                for loading in self._loading.values():
-                    loading.num_entered += admitted.request_id in loading.after
 
     def on_finish(self, request: Request) -> None:
         for names in (self._loading, self._names, self._running):

@@ -13,9 +13,11 @@ from engine_svc.features.adapters.scheduler import (
     MAX_OVERTAKING_OF_LOADING,
     AdapterLimits,
 )
+from engine_svc.features.sched_trace.records import Setup
 from engine_svc.loop.preparation import Preparations
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.feature import SchedulerContext
+from tests.engine_svc.features.sched_trace.tracing import Tracing, replayed
 from tests.engine_svc.scheduler.fakes import Stage, request
 from triptych_kit.clock import FakeClock
 from triptych_kit.telemetry.metrics import Metrics
@@ -121,7 +123,7 @@ def loading_stage(
     return stage, preparations
 
 
-def settle(stage: Stage, preparations: Preparations, ranks: NotedRanks, besides: str = "") -> None:
+def settle(stage: Stage | Tracing, preparations: Preparations, ranks: NotedRanks, besides: str = "") -> None:
     for number, request_id in ranks.sent:
         if request_id != besides:
             preparations.note(number, None)
@@ -214,3 +216,25 @@ def test_those_that_entered_while_its_adapter_was_loaded_count_where_it_has_no_s
         num_admitted += len(admitted)
         stage.update(plan)
     assert num_admitted == MAX_OVERTAKING - (MAX_OVERTAKING_OF_LOADING if enter else 0)
+
+
+def test_a_replay_counts_those_that_entered_while_an_adapter_was_loaded(ranks):
+    feature = limits(max_adapters=1, max_loaded=4)
+    preparations = Preparations(ranks, FakeClock(), [feature])
+    scheduler = SchedulerConfig(max_model_len=2048, max_num_batched_tokens=2048, max_num_seqs=100)
+    tracing = Tracing(Setup(scheduler, CacheConfig(1000, (FullAttention(16),))), [feature, preparations])
+    adapters = ["a", "b", *["a"] * 98]
+    for number, adapter in enumerate(adapters):
+        tracing.scheduler.add(with_adapter(number, adapter, max_tokens=200, is_prepared=False))
+        if number == 0:
+            settle(tracing, preparations, ranks)
+            tracing.step()
+    settle(tracing, preparations, ranks, besides="r1")
+    tracing.step()
+    settle(tracing, preparations, ranks)
+    settle(tracing, preparations, ranks)
+    while tracing.step().admitted:
+        continue
+    records = tracing.end()
+    records[0]["trace"]["config"]["features"] = {"adapters": {"max_adapters": 1}}
+    assert replayed(records).difference is None
