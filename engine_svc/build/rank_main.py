@@ -38,7 +38,7 @@ from engine_svc.ranks.plan_channel import ChannelReader, ChannelWriter, reader_e
 from engine_svc.ranks.plan_codec import PlanDecoder
 from engine_svc.ranks.progress_board import RankHeartbeats, start_heart
 from engine_svc.ranks.state_digest import batch_digest, sampler_digest
-from engine_svc.runner.control import COLLECTIVES, runner_calls
+from engine_svc.runner.control import runner_calls
 from engine_svc.runner.executor import Call
 from engine_svc.runner.memory.kv_tensors import KVSizing, bytes_per_block
 from engine_svc.runner.model_runner import ModelRunner
@@ -251,7 +251,7 @@ def _end_rank(connection: RankConnection, error: Exception) -> NoReturn:
 
 def _calls(decoder: PlanDecoder, runner: ModelRunner, num_groups: int) -> dict[str, Call]:
     return {
-        **runner_calls(runner, (*COLLECTIVES, *runner.collectives)),
+        **runner_calls(runner),
         "digest": lambda arguments: {
             "batch": batch_digest(decoder, runner.batch, num_groups),
             "sampler": sampler_digest(runner.sampler),

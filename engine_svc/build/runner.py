@@ -22,7 +22,7 @@ from engine_svc.model.loading.checkpoint import Checkpoint
 from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.model.parallel import Parallel
-from engine_svc.runner.control import COLLECTIVES, RunnerControl, runner_calls
+from engine_svc.runner.control import RunnerControl, runner_calls
 from engine_svc.runner.cuda_graphs import CudaRecorder, DecodeGraphs, decode_sizes
 from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
 from engine_svc.runner.memory.free_memory import free_device_memory, free_host_memory, present_device_memory
@@ -100,7 +100,7 @@ def build_runner(
         progress("warm-up", 1, 1)
     except torch.OutOfMemoryError as error:
         raise ConfigError(GPU_IS_FULL) from error
-    calls = runner_calls(runner, (*COLLECTIVES, *runner.collectives))
+    calls = runner_calls(runner)
     # A GPU runs asynchronously. On a CPU that needs a thread, if steps are to overlap with scheduling.
     is_beside = loaded.device.type == "cpu" and config.steps_in_flight > 1
     executor = ThreadExecutor(runner, calls) if is_beside else InlineExecutor(runner, calls)

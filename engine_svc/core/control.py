@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -34,12 +34,10 @@ class WeightsLost(RuntimeError):
 class Collective:
     """A function that an operator can have every rank run by name. Its result is reported as a text.
 
-    run: called with the arguments by name; a ValueError or OSError is a refusal.
     parameters: the types of the arguments, which are all required: str, int, float or bool.
     """
 
     name: str
-    run: Callable[..., object]
     parameters: Mapping[str, type] = field(default_factory=dict)
 
     def check(self, arguments: Mapping[str, object]) -> None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,10 +28,11 @@ def _set_log_level(level: str) -> str:
 
 
 # memory: bytes that the rank uses, of its GPU, or on a CPU of its process.
-COLLECTIVES = (
-    Collective("memory", num_bytes_in_use),
-    Collective("log_level", _set_log_level, {"level": str}),
-)
+COLLECTIVES = (Collective("memory"), Collective("log_level", {"level": str}))
+_FUNCTIONS: Mapping[str, Callable[..., object]] = {
+    "memory": num_bytes_in_use,
+    "log_level": _set_log_level,
+}
 
 
 class ControlledExecutor(Protocol):
@@ -42,9 +43,9 @@ class ControlledExecutor(Protocol):
         ...
 
 
-def runner_calls(runner: ModelRunner, collectives: Iterable[Collective] = COLLECTIVES) -> dict[str, Call]:
+def runner_calls(runner: ModelRunner) -> dict[str, Call]:
     """The calls of a rank, by name."""
-    functions = {collective.name: collective.run for collective in collectives}
+    functions = {**_FUNCTIONS, **runner.collectives}
 
     def sleep(arguments: Mapping[str, Any]) -> Mapping[str, object]:
         runner.sleep(arguments["level"])

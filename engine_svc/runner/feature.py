@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine_svc.core.control import Collective
 from engine_svc.core.errors import DeviceFull, DeviceLost, PeersLost, describe_failure
 from engine_svc.core.extras import Extra, Extras
 from engine_svc.core.step import AdmittedRequest
@@ -108,9 +107,12 @@ class RunnerFeature:
     def on_model(self, model: Model) -> None:
         """The weights were loaded again. Not to be kept, as in the context."""
 
-    def collectives(self) -> Sequence[Collective]:
-        """Functions that an operator may have every rank run; its options say their names as well."""
-        return ()
+    def collectives(self) -> Mapping[str, Callable[..., object]]:
+        """Functions that an operator may have every rank run, by the names that its options declare.
+
+        Called with the arguments by name; a ValueError or OSError is a refusal.
+        """
+        return {}
 
     def uses(self, admitted: AdmittedRequest) -> bool:
         """Whether the request uses the feature. Other rows cost it nothing."""
@@ -242,8 +244,8 @@ class RunnerFeatures:
         for index in self._with_stage["on_model"]:
             self._features[index].on_model(model)
 
-    def collectives(self) -> list[Collective]:
-        return [collective for feature in self._features for collective in feature.collectives()]
+    def collectives(self) -> dict[str, Callable[..., object]]:
+        return {name: run for feature in self._features for name, run in feature.collectives().items()}
 
     def remove_row(self, row: int) -> None:
         self._failed.pop(row, None)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine_svc.core.control import Collective, WakeTag
+from engine_svc.core.control import WakeTag
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import AdmittedRequest, StepCosts, StepPlan
 from engine_svc.model.context import ForwardContext, HiddenStates
@@ -134,8 +134,8 @@ class ModelRunner:
         return self._sampler
 
     @property
-    def collectives(self) -> Sequence[Collective]:
-        """Functions of features that an operator may have this rank run."""
+    def collectives(self) -> Mapping[str, Callable[..., object]]:
+        """Functions of features that an operator may have this rank run, by name."""
         return self._features.collectives()
 
     def execute(self, plan: StepPlan) -> RunningStep:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # A slot is an index of a table in each projection.
 _MAX_SLOTS = 1024
 _MAX_RANK = 512
+# How many adapters a rank has in memory.
+COLLECTIVE = Collective("adapters")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +84,7 @@ def folders_of(lora_modules: Iterable[str]) -> dict[str, Path]:
 
 
 def collectives(config: EngineConfig) -> list[Collective]:
-    """What an operator may ask of every rank: `adapters`, how many it has in memory."""
-    return [Collective("adapters", lambda: "")] if config.enable_lora else []
+    return [COLLECTIVE] if config.enable_lora else []
 
 
 def reserved_bytes(config: EngineConfig) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +11,10 @@ import numpy as np
 from torch import Tensor
 
 from engine_svc.config import EngineConfig
-from engine_svc.core.control import Collective
 from engine_svc.core.step import AdmittedRequest
 from engine_svc.features.adapters.checkpoint import module_shapes
 from engine_svc.features.adapters.extras import AdapterUse
+from engine_svc.features.adapters.options import COLLECTIVE
 from engine_svc.features.adapters.store import AdapterStore, LoadedAdapter, load_adapter
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import Model
@@ -71,8 +71,8 @@ class AdapterRows(RunnerFeature):
         self._free_slots = list(range(self._num_slots))
         self._latest = None
 
-    def collectives(self) -> Sequence[Collective]:
-        return [Collective("adapters", self._describe)]
+    def collectives(self) -> Mapping[str, Callable[..., object]]:
+        return {COLLECTIVE.name: self._describe}
 
     def _describe(self) -> str:
         store = self._store

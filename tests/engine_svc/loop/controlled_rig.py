@@ -36,8 +36,8 @@ ABORT, WAIT, KEEP = (
 )
 NEW_DIGEST = "ef" * 32
 COLLECTIVES = (
-    Collective("memory", lambda: 0),
-    Collective("scale", lambda **_: 0, {"factor": float, "layer": int, "dry": bool, "note": str}),
+    Collective("memory"),
+    Collective("scale", {"factor": float, "layer": int, "dry": bool, "note": str}),
 )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-from engine_svc.core.control import Collective, RanksDisagree, Refused, WakeTag, WeightsLost
+from engine_svc.core.control import RanksDisagree, Refused, WakeTag, WeightsLost
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.model.errors import CheckpointError
 from engine_svc.model.facts import KVShape, ModelFacts
@@ -41,6 +41,7 @@ class FakeRunner:
     threads: set[str] = field(default_factory=set)
     refuses: Exception | None = None
     digest: str = "second"  # of the weights that it reads
+    collectives: Mapping[str, Callable[..., object]] = field(default_factory=dict)
 
     def _note(self, *asked: object) -> None:
         if self.refuses is not None:
@@ -172,8 +173,7 @@ def test_a_collective_runs_with_its_arguments_in_every_rank_and_a_refusal_ends_n
             raise ValueError("base and exponent are equal")
         return base**exponent
 
-    function = Collective("power", power, {"base": int, "exponent": int})
-    ranks = ManyRanks([runner_calls(FakeRunner(), [function]) for _ in range(2)])
+    ranks = ManyRanks([runner_calls(FakeRunner(collectives={"power": power})) for _ in range(2)])
     call = {"name": "power", "arguments": {"base": 2, "exponent": 5}}
     assert RunnerControl(ranks).call_each("collective", call) == [{"result": "32"}] * 2
     call = {"name": "power", "arguments": {"base": 2, "exponent": 2}}
