@@ -197,7 +197,7 @@ async def _call(target: AdminTarget, call: utility_pb2.UtilityCall) -> int:
 
 def _adapter_line(adapter: utility_pb2.LoadedAdapter) -> str:
     words = [f"{adapter.name} rank {adapter.rank}, digest {adapter.digest[:12]}"]
-    words += ["loaded"] if adapter.in_slot else []
+    words += ["used lately"] if adapter.in_slot else []
     return ", ".join([*words, "pinned"] if adapter.pinned else words)
 
 

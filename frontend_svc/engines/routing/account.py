@@ -67,7 +67,7 @@ class EngineAccount:
             self._info = replace(self._info, is_held=is_held)
 
     def note_slots(self, digests: Iterable[str]) -> None:
-        """Note which variants the engine can use without loading them."""
+        """Note which variants the engine used last: most likely it need not load these."""
         slots = frozenset(digests)
         if slots != self._info.slots:
             self._info = replace(self._info, slots=slots)

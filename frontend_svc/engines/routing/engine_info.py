@@ -32,7 +32,7 @@ class EngineInfo:
     num_in_flight: int = 0  # all own requests
     num_pending_tokens: int = 0  # prompt tokens of own requests without a first token
     is_held: bool = False  # an operator has paused it: requests sent there wait
-    slots: frozenset[str] = frozenset()  # digests of the variants that it can use without loading them
+    slots: frozenset[str] = frozenset()  # digests of the variants that it used last
 
     @property
     def num_requests(self) -> int:

@@ -113,7 +113,7 @@ async def test_adapters_are_listed_one_a_line() -> None:
         as_json = await triptych("admin", listener.address, "adapters", "--json")
     assert none.out == "no adapters\n"
     assert listed.out == (
-        "chef rank 64, digest abababababab\ncook rank 8, digest cdcdcdcdcdcd, loaded, pinned\n"
+        "chef rank 64, digest abababababab\ncook rank 8, digest cdcdcdcdcdcd, used lately, pinned\n"
     )
     assert [one["name"] for one in json.loads(as_json.out)["adapters"]["adapters"]] == ["chef", "cook"]
 
