@@ -54,11 +54,11 @@ class PoolingPrompt:
 class PoolingWork:
     """A pooling request; `tokenize` returns the prompts, each of which becomes one result.
 
-    named: its field `model`, which may name other weights of the model.
+    model_name: its field `model`, which may name other weights of the model.
     """
 
     request_id: str
-    named: str
+    model_name: str
     model: ServedModel
     params: sampling_pb2.PoolingParams
     tokenize: Callable[[], Awaitable[list[PoolingPrompt]]]
@@ -293,7 +293,7 @@ class Pooling:
         failover, entry = self._failover, _entry(work, prompt, trace, caller)
         prepared = PreparedPrompt("inputs", work.model, prompt.token_ids, prompt.token_ids, None)
         for option in OPTIONS:
-            option.prepare_pooling(work.named, prepared, entry)
+            option.prepare_pooling(work.model_name, prepared, entry)
         sent = SentPrompt(work.model, entry, caller, trace, failover.clock, arrived_at)
         requirements = EngineRequirements(work.model, _routing(work.params, prompt, prepared))
         return PooledPrompt(sent, caller, Migration(failover, requirements, sent), len(prompt.token_ids))

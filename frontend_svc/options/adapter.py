@@ -23,9 +23,9 @@ class Adapter(RequestOption):
     fields = ("adapter",)
 
     def check(self, request: AnyRequest, model: ServedModel, violations: Violations) -> None:
-        named = model.variant(request.model)
-        if request.adapter and named and request.adapter != named:
-            violations.add("adapter", request.adapter, f"must be unset or {named!r}, which model names")
+        variant = model.variant(request.model)
+        if request.adapter and variant and request.adapter != variant:
+            violations.add("adapter", request.adapter, f"must be unset or {variant!r}, which model names")
 
     async def prepare(self, request: AnyRequest, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
         """Raises NotFound for a name that no engine of the model has announced."""
@@ -35,8 +35,8 @@ class Adapter(RequestOption):
             if not request.adapter:
                 prompt.client_fields["adapter"] = "model"
 
-    def prepare_pooling(self, named: str, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
-        if name := prompt.model.variant(named):
+    def prepare_pooling(self, model_name: str, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
+        if name := prompt.model.variant(model_name):
             _use(name, prompt, entry)
 
     def need(self, request: AnyRequest) -> EngineNeed | None:

@@ -68,8 +68,8 @@ class RequestOption(Protocol):
     Unimplemented for what the model's engines do not serve.
     prepare: completes the prompt and the ADD that all outputs have in common, once per request. Raises
     InvalidArgument or Unimplemented.
-    prepare_pooling: the same for one prompt of a pooling request, whose field `model` is `named`; its other
-    fields are of no option.
+    prepare_pooling: the same for one prompt of a pooling request, whose field `model` is `model_name`; its
+    other fields are of no option.
     need: what an engine must have for the request.
     describe: adds to the card of a model what its engines serve.
     token_reader: for what comes with each token of output `index`. reader: for what comes beside tokens.
@@ -83,7 +83,7 @@ class RequestOption(Protocol):
     async def prepare(self, request: AnyRequest, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
         return
 
-    def prepare_pooling(self, named: str, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
+    def prepare_pooling(self, model_name: str, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
         return
 
     def need(self, request: AnyRequest) -> EngineNeed | None:

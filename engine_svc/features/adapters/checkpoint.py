@@ -188,7 +188,7 @@ def _pattern(folder: Path, config: Mapping[str, Any], name: str) -> dict[str, An
 
 
 def _by_module(path: Path, entries: tuple[HeaderEntry, ...]) -> dict[str, dict[str, HeaderEntry]]:
-    found: dict[str, dict[str, HeaderEntry]] = {}
+    parts_of: dict[str, dict[str, HeaderEntry]] = {}
     for entry in entries:
         suffix = next((suffix for suffix in _PARTS if entry.name.endswith("." + suffix)), None)
         if suffix is None or not entry.name.startswith(_PREFIX):
@@ -196,8 +196,8 @@ def _by_module(path: Path, entries: tuple[HeaderEntry, ...]) -> dict[str, dict[s
                 f"{path.parent.name} has {entry.name}: only {_PREFIX}*.lora_A and lora_B are served"
             )
         module = entry.name.removeprefix(_PREFIX).removesuffix("." + suffix)
-        found.setdefault(module, {})[_PARTS[suffix]] = entry
-    return found
+        parts_of.setdefault(module, {})[_PARTS[suffix]] = entry
+    return parts_of
 
 
 def _weight(
@@ -230,14 +230,14 @@ def _weight(
             f"{path.parent.name}: {down.name} has rank {rank}, {CONFIG_NAME} says {stated}, the limit is "
             f"{max_rank}"
         )
-    ours, theirs = (up.shape[0], down.shape[1]), shapes[module]
+    shape, weight_shape = (up.shape[0], down.shape[1]), shapes[module]
     # Embeddings, and projections of GPT-2 (Conv1D), are stored with their inputs first.
     is_turned = down.name.endswith("lora_embedding_A") or config.get("fan_in_fan_out")
-    if up.shape[1] != rank or ours != (tuple(reversed(theirs)) if is_turned else theirs):
+    if up.shape[1] != rank or shape != (tuple(reversed(weight_shape)) if is_turned else weight_shape):
         raise CheckpointError(
             f"{path.parent.name}: additions to {module} have shapes {list(up.shape)} and "
             f"{list(down.shape)}, its weight "
-            f"has {list(theirs)}"
+            f"has {list(weight_shape)}"
         )
     alpha = _stated(config, "alpha_pattern", module, config["lora_alpha"])
     return AdapterWeight(module, down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))

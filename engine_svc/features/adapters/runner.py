@@ -77,7 +77,7 @@ class AdapterRows(RunnerFeature):
     def _describe(self) -> str:
         store = self._store
         return (
-            f"{store.num_in_memory} in memory, {store.most_in_memory} at most so far, {len(self._slots)} in "
+            f"{store.num_in_memory} in memory, {store.peak_in_memory} at most so far, {len(self._slots)} in "
             "slots"
         )
 
@@ -116,22 +116,22 @@ class AdapterRows(RunnerFeature):
     def _give_slots(self, inputs: StepInputs) -> _StepSlots | None:
         """The slots of a step's tokens; None if no row has an adapter."""
         rows = [self._adapters.get(row) for row in inputs.rows.tolist()]
-        wanted = dict.fromkeys(each for each in rows if each is not None)
-        if not wanted:
+        adapters = dict.fromkeys(each for each in rows if each is not None)
+        if not adapters:
             return None
-        for adapter in wanted:
+        for adapter in adapters:
             if adapter in self._slots:
                 self._slots.move_to_end(adapter)
             else:
-                self._give_slot(adapter, wanted)
+                self._give_slot(adapter, adapters)
         slots = np.array([_NO_SLOT if each is None else self._slots[each] for each in rows], dtype=np.int64)
         of_tokens = to_device(np.repeat(slots, inputs.counts), self._device)
         return _StepSlots(inputs.rows, inputs.counts, of_tokens)
 
-    def _give_slot(self, adapter: LoadedAdapter, wanted: dict[LoadedAdapter, None]) -> None:
+    def _give_slot(self, adapter: LoadedAdapter, adapters: dict[LoadedAdapter, None]) -> None:
         if not self._free_slots:
             # The one that was not used for longest.
-            self._take_slot(next(each for each in self._slots if each not in wanted))
+            self._take_slot(next(each for each in self._slots if each not in adapters))
         slot = self._free_slots.pop()
         for additions, matrices in zip(self._targets.additions, adapter.matrices, strict=True):
             if matrices is None:
@@ -150,9 +150,9 @@ class AdapterRows(RunnerFeature):
         if num_dropped == self._num_dropped:
             return
         used = {*self._adapters.values()}
-        gone = [each for each in self._slots if each.is_dropped]
-        self._clear([each for each in gone if each not in used])
-        if not used.intersection(gone):
+        dropped = [each for each in self._slots if each.is_dropped]
+        self._clear([each for each in dropped if each not in used])
+        if not used.intersection(dropped):
             self._num_dropped = num_dropped
 
     def _clear(self, adapters: Sequence[LoadedAdapter]) -> None:

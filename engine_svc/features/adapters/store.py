@@ -63,7 +63,7 @@ class AdapterStore:
         self._pins = Pins()
         self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()  # the one used last comes last
         self._in_memory: weakref.WeakSet[LoadedAdapter] = weakref.WeakSet()  # also those in slots alone
-        self.most_in_memory = 0
+        self.peak_in_memory = 0
         self.num_dropped = 0  # so far
 
     def __contains__(self, digest: str) -> bool:
@@ -101,7 +101,7 @@ class AdapterStore:
             adapter = self._load(use)
             with self._lock:
                 self._in_memory.add(adapter)
-                self.most_in_memory = max(self.most_in_memory, len(self._in_memory))
+                self.peak_in_memory = max(self.peak_in_memory, len(self._in_memory))
                 self._loaded[use.digest] = adapter
                 return self._leased(use.digest)
 
@@ -180,16 +180,16 @@ def load_adapter(
             f"{use.folder} has additions to {listed(missing)}, which take none here",
             field="adapter",
         )
-    found: list[list[Any] | None] = [None for _ in targets.additions]
+    matrices: list[list[Any] | None] = [None for _ in targets.additions]
     for weight in files.weights:
         down, up = (_tensor(content, files, entry).to(dtype) for entry in (weight.down, weight.up))
         for target in targets.by_name.get(weight.module, ()):
-            parts = found[target.projection] or [None] * targets.num_parts[target.projection]
-            found[target.projection] = parts
+            parts = matrices[target.projection] or [None] * targets.num_parts[target.projection]
+            matrices[target.projection] = parts
             parts[target.index] = target.pack(
                 down[:, target.part.inputs], up[target.part.outputs], weight.scale
             )
-    return LoadedAdapter(use.digest, found)
+    return LoadedAdapter(use.digest, matrices)
 
 
 def _tensor(content: bytes, files: AdapterFiles, entry: HeaderEntry) -> Tensor:

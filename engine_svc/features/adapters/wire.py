@@ -103,36 +103,36 @@ class ServedAdapters(WireFeature):
 
     async def _add(self, context: CallContext, call: utility_pb2.UtilityCall) -> utility_pb2.UtilityResult:
         """Check an adapter's files, and serve it from now on."""
-        asked = call.add_adapter
-        if not _NAME.fullmatch(asked.name):
-            raise InvalidArgument(f"name {asked.name!r} {_NAME_RULE}", field="add_adapter.name")
-        folder = self._below(asked.path)
+        adapter = call.add_adapter
+        if not _NAME.fullmatch(adapter.name):
+            raise InvalidArgument(f"name {adapter.name!r} {_NAME_RULE}", field="add_adapter.name")
+        folder = self._below(adapter.path)
         if not folder.is_dir():
             raise NotFound(
-                f"adapter folder {asked.path!r} does not exist",
+                f"adapter folder {adapter.path!r} does not exist",
                 resource_type="folder",
-                resource_name=asked.path,
+                resource_name=adapter.path,
             )
         # One at a time: a large one takes a second.
         async with self._lock:
             try:
-                files = await asyncio.to_thread(self._read, asked.name, folder)
+                files = await asyncio.to_thread(self._read, adapter.name, folder)
             except AdapterError as error:
                 raise InvalidArgument(str(error), field="add_adapter.path") from error
-            present = self._known.get(asked.name)
-            if present is not None and not asked.replace and present.digest != files.digest:
+            present = self._known.get(adapter.name)
+            if present is not None and not adapter.replace and present.digest != files.digest:
                 raise AlreadyExists(
-                    f"adapter {asked.name} is loaded with other content, and replace is not set"
+                    f"adapter {adapter.name} is loaded with other content, and replace is not set"
                 )
             if present is None and len(self._known) >= MAX_ADAPTERS:
                 raise ResourceExhausted(
                     f"{len(self._known)} adapters are loaded, the limit is {MAX_ADAPTERS}"
                 )
-            self._known[asked.name] = files
-            self._broken.pop(asked.name, None)
+            self._known[adapter.name] = files
+            self._broken.pop(adapter.name, None)
             self._note_pins()
         context.engine.announce_again()
-        return self._described([asked.name])
+        return self._described([adapter.name])
 
     async def _remove(self, context: CallContext, call: utility_pb2.UtilityCall) -> utility_pb2.UtilityResult:
         """Forget an adapter. Its running requests keep it."""

@@ -79,7 +79,7 @@ def test_those_that_are_kept_elsewhere_count_as_in_memory_until_they_are_let_go(
         store.give_back(store.lease(use_of(name)))
     assert (len(store), store.num_in_memory, first.is_dropped) == (2, 3, True)
     del first
-    assert (store.num_in_memory, store.most_in_memory) == (2, 3)
+    assert (store.num_in_memory, store.peak_in_memory) == (2, 3)
 
 
 def test_one_with_a_slot_gives_way_after_others(store):
