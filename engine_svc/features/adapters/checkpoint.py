@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,19 @@ class AdapterWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterFiles:
+class CheckedAdapter:
     """An adapter that fits the model. digest: hex sha256 of its config and its weights file."""
 
     folder: Path
     digest: str
     rank: int  # the highest
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """An adapter that fits the model, by its config and the header of its weights."""
+
+    folder: Path
     weights: tuple[AdapterWeight, ...]
     data_offset: int  # of the tensors in the file
 
@@ -91,7 +98,7 @@ def module_shapes(model: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]], max_rank: int) -> AdapterFiles:
+def check_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]], max_rank: int) -> CheckedAdapter:
     """The adapter in a folder, whose numbers are finite. Reads everything once; arguments as below."""
     files = describe_adapter(folder, shapes, max_rank)
     content = read_content(files)
@@ -99,7 +106,8 @@ def check_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]], max_rank:
         for entry in (weight.down, weight.up):
             first = files.data_offset + entry.start
             _check_finite(files.path, entry, np.frombuffer(content, np.uint8, entry.end - entry.start, first))
-    return replace(files, digest=digest_of(files, content))
+    rank = max(weight.down.shape[0] for weight in files.weights)
+    return CheckedAdapter(folder, digest_of(files, content), rank)
 
 
 def read_content(files: AdapterFiles) -> bytes:
@@ -121,7 +129,7 @@ def digest_of(files: AdapterFiles, content: bytes) -> str:
 
 
 def describe_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]], max_rank: int) -> AdapterFiles:
-    """What an adapter's config and the header of its weights say; without a digest.
+    """What an adapter's config and the header of its weights say.
 
     shapes: see `module_shapes`. Raises CheckpointError for one that cannot be read, has what is not served,
     or does not fit the model: key, value and limit, short enough for a status.
@@ -143,13 +151,7 @@ def describe_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]], max_ra
     ]
     if not weights:
         raise CheckpointError(f"{path.parent.name} has no tensors")
-    return AdapterFiles(
-        folder,
-        "",
-        max(weight.down.shape[0] for weight in weights),
-        tuple(weights),
-        header.data_offset,
-    )
+    return AdapterFiles(folder, tuple(weights), header.data_offset)
 
 
 def _check_config(folder: Path, config: Mapping[str, Any], max_rank: int) -> None:

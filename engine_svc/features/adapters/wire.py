@@ -12,7 +12,7 @@ from pathlib import Path
 from engine_svc.admin.served_engine import CallContext, Role, UtilityCall
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext, Parsed, WireFeature
-from engine_svc.features.adapters.checkpoint import AdapterError, AdapterFiles, check_adapter, module_shapes
+from engine_svc.features.adapters.checkpoint import AdapterError, CheckedAdapter, check_adapter, module_shapes
 from engine_svc.features.adapters.extras import AdapterUse, Pins
 from engine_svc.features.adapters.options import folders_in, folders_of
 from triptych.engine.v1 import add_pb2, session_pb2, utility_pb2
@@ -58,7 +58,7 @@ class ServedAdapters(WireFeature):
             UtilityCall("unpin_adapter", role, self._unpin),
             UtilityCall("list_adapters", Role.FRONTEND, self._list),
         )
-        self._known: dict[str, AdapterFiles] = {}
+        self._known: dict[str, CheckedAdapter] = {}
         self._broken: dict[str, str] = {}  # in --lora-dir: why they are not served
         try:
             self._shapes = module_shapes(Path(config.model))
@@ -208,7 +208,7 @@ class ServedAdapters(WireFeature):
             logger.warning("an adapter is not served", extra={"adapter": name, "reason": str(error)})
             self._broken[name] = str(error)
 
-    def _read(self, name: str, folder: Path) -> AdapterFiles:
+    def _read(self, name: str, folder: Path) -> CheckedAdapter:
         if not _NAME.fullmatch(name):
             raise AdapterError(f"the name of adapter {name!r} {_NAME_RULE}")
         return check_adapter(folder, self._shapes, self._max_rank)

@@ -10,7 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine_svc.features.adapters.checkpoint import CONFIG_NAME, check_adapter, module_shapes
+from engine_svc.features.adapters.checkpoint import (
+    CONFIG_NAME,
+    check_adapter,
+    describe_adapter,
+    module_shapes,
+)
 from engine_svc.model.errors import CheckpointError
 from tests.engine_svc.features.adapters.folders import MLP_AND_ATTENTION, write_adapter, write_model
 
@@ -27,6 +32,10 @@ def read(folder, model, max_rank=64):
     return check_adapter(folder, module_shapes(model), max_rank)
 
 
+def weights_of(folder, model):
+    return describe_adapter(folder, module_shapes(model), 64).weights
+
+
 def change_config(folder, **changes):
     path = folder / CONFIG_NAME
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -41,10 +50,10 @@ def change_tensors(folder, change):
 def test_scales_follow_rank_alpha_and_patterns(model, tmp_path):
     patterns = {"rank_pattern": {"layers.1.*q_proj": 4}, "alpha_pattern": {"v_proj": 3}, "use_rslora": True}
     plain = write_adapter(tmp_path / "plain", model, seed=1)
-    assert {weight.scale for weight in read(plain, model).weights} == {2.0}
-    assert len(read(plain, model).weights) == 2 * len(MLP_AND_ATTENTION)
+    assert {weight.scale for weight in weights_of(plain, model)} == {2.0}
+    assert len(weights_of(plain, model)) == 2 * len(MLP_AND_ATTENTION)
     change_config(plain, **{**patterns, "rank_pattern": {}})
-    scales = {weight.module: weight.scale for weight in read(plain, model).weights}
+    scales = {weight.module: weight.scale for weight in weights_of(plain, model)}
     assert scales["model.layers.0.self_attn.q_proj"] == pytest.approx(16 / math.sqrt(8))
     assert scales["model.layers.0.self_attn.v_proj"] == pytest.approx(3 / math.sqrt(8))
     change_config(plain, **patterns)
