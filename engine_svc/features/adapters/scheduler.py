@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from engine_svc.config import EngineConfig
 from engine_svc.core.errors import RequestFailed
-from engine_svc.core.request import Request
+from engine_svc.core.request import Request, RequestStatus
 from engine_svc.core.step import StepPlan
 from engine_svc.features.adapters.extras import BLOCKER, AdapterUse, Pins, adapter_of, cache_key_of
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
@@ -213,8 +213,7 @@ class AdapterLimits(AdaptersOfSteps):
             _WAIT_BUCKETS,
         ).of()
         self._loading: dict[str, _Loading] = {}  # by id of the request
-        self._names: dict[str, str] = {}  # of adapters, by id of the request
-        self._running: dict[str, str] = {}  # those of running requests
+        self._names: dict[Request, str] = {}  # of adapters
         context.metrics.gauge(
             "triptych_engine_adapter_requests_info",
             "Seconds of the engine, with the names of adapters of running and of waiting requests.",
@@ -228,7 +227,7 @@ class AdapterLimits(AdaptersOfSteps):
         use: AdapterUse | None = request.extras.get(AdapterUse)
         if use is not None:
             self._requests.add(use.name)
-            self._names[request.request_id] = use.name
+            self._names[request] = use.name
             if use.pins is not self._pins:
                 self._pins = self._pins.newest(use.pins)
                 self._pinned = {cache_key_of(digest) for digest in self._pins.digests}
@@ -255,10 +254,11 @@ class AdapterLimits(AdaptersOfSteps):
         return False
 
     def _names_by_state(self) -> tuple[str, str]:
+        names: dict[bool, set[str]] = {True: set(), False: set()}
         # Copied in one go: this is another thread.
-        running, names = self._running.copy(), self._names.copy()
-        waiting = {name for request_id, name in names.items() if request_id not in running}
-        return ",".join(sorted({*running.values()})), ",".join(sorted(waiting))
+        for request, name in self._names.copy().items():
+            names[request.status is RequestStatus.RUNNING].add(name)
+        return ",".join(sorted(names[True])), ",".join(sorted(names[False]))
 
     def _has_room(self, adapter: str) -> bool:
         return len({*self._loaded, *self._pinned, adapter}) <= self._max_loaded
@@ -269,18 +269,10 @@ class AdapterLimits(AdaptersOfSteps):
             self._loads.add("ok" if failure is None else "failed")
             self._load_s.observe(self._clock.now() - loading.since)
 
-    def on_plan(self, plan: StepPlan) -> None:
-        super().on_plan(plan)
-        for request_id in plan.preempted:
-            self._running.pop(request_id, None)
-        for admitted in plan.admitted:
-            if (name := self._names.get(admitted.request_id)) is not None:
-                self._running[admitted.request_id] = name
-
     def on_finish(self, request: Request) -> None:
-        for names in (self._loading, self._names, self._running):
-            names.pop(request.request_id, None)
         super().on_finish(request)
+        self._loading.pop(request.request_id, None)
+        self._names.pop(request, None)
         self._waiting.pop(request, None)
         adapter = self._adapters.pop(request, None)
         if adapter is not None:

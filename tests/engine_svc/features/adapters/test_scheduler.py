@@ -175,6 +175,16 @@ def test_the_names_of_running_and_waiting_adapters_are_measured(ranks):
     assert list(family.read()) == [("1", "b", "")]
 
 
+def test_the_adapter_of_a_step_that_was_rolled_back_is_a_waiting_one(ranks):
+    stage, preparations = loading_stage(ranks, max_adapters=1, max_loaded=2)
+    stage.add(with_adapter(0, "a", is_prepared=False))
+    settle(stage, preparations, ranks)
+    stage.schedule()
+    stage.scheduler.withdraw(now=1.0)
+    family = stage.metrics.families["triptych_engine_adapter_requests_info"]
+    assert list(family.read()) == [("1", "", "a")]
+
+
 def test_many_requests_that_wait_for_room_are_none_that_are_being_prepared(ranks):
     stage, preparations = loading_stage(ranks, max_adapters=1, max_loaded=1)
     stage.add(*(with_adapter(number, f"a{number}", is_prepared=False) for number in range(3000)))
