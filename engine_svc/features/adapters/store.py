@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections import OrderedDict
@@ -29,6 +30,7 @@ from engine_svc.model.low_rank import LowRankTargets
 _MAX_STEPS = 64
 _IDLE_S = 0.25
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_LAYER = re.compile(r".*?\.\d+\.")
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -173,11 +175,14 @@ def load_adapter(
             f"the files of adapter {use.name} have changed since it was loaded",
             reason="ADAPTER_CHANGED",
         )
-    missing = [weight.module for weight in files.weights if weight.module not in targets.by_name]
-    if is_whole and missing:
+    layers = {_layer_of(name) for name in targets.by_name}
+    others = [weight.module for weight in files.weights if weight.module not in targets.by_name]
+    # A stage knows the modules of its own layers alone.
+    missing = [module for module in others if is_whole or _layer_of(module) in layers]
+    if missing:
         raise RequestFailed(
             "INVALID_ARGUMENT",
-            f"{use.folder} has additions to {listed(missing)}, which take none here",
+            f"adapter {use.name} has additions to {listed(missing)}, which take none here",
             field="adapter",
         )
     matrices: list[list[Any] | None] = [None for _ in targets.additions]
@@ -190,6 +195,12 @@ def load_adapter(
                 down[:, target.part.inputs], up[target.part.outputs], weight.scale
             )
     return LoadedAdapter(use.digest, matrices)
+
+
+def _layer_of(module: str) -> str:
+    """The name of its layer; its own if it is in none."""
+    match = _LAYER.match(module)
+    return match[0] if match else module
 
 
 def _tensor(content: bytes, files: AdapterFiles, entry: HeaderEntry) -> Tensor:

@@ -170,6 +170,19 @@ def test_ranks_hold_their_shares_of_an_adapter(tmp_path, division):
             rig.request(PROMPTS[0], "c")
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_additions_to_a_router_are_refused(tmp_path, num_stages):
+    model = write_model("qwen3_moe", tmp_path / "model")
+    folder = write_adapter(tmp_path / "a", model, seed=1, modules=("q_proj", "gate"))
+    options = {"pipeline_parallel_size": num_stages, "lora_modules": (f"a={folder}",)}
+    with engine(model, enable_lora=True, **options) as rig:
+        handle = rig.send(PROMPTS[0], "a")
+        rig.frontend.read_until_ended(1)
+        end = rig.frontend.end_of[handle]
+    assert (end.reason, end.code) == (FinishReason.ERROR, "INVALID_ARGUMENT")
+    assert re.search(r"adapter a has additions to \S+\.mlp\.gate, .*which take none here", end.message)
+
+
 def test_more_adapters_than_fit_in_memory_are_served_in_turns(tmp_path):
     model = write_model("llama", tmp_path / "model")
     names = [f"a{number}" for number in range(6)]
