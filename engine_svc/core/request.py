@@ -152,6 +152,7 @@ class Request:
     end_token_ids: frozenset[int] = field(init=False)  # every token that ends it
     needs_verdict: bool = field(default=False, init=False)  # set by a feature that may end it
     num_budgets: int = field(default=0, init=False)  # that it spends, of features; they count between steps
+    refused_in_step: int = field(default=0, init=False)  # the last in which one of these did not admit it
     verdict: Verdict | None = field(default=None, init=False)  # the newest
     order_key: tuple[float, float, str] = field(default=(0.0, 0.0, ""), init=False)  # in the waiting queue
     num_uncached_tokens: int = field(default=0, init=False)  # estimated when it began to wait

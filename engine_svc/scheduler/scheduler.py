@@ -412,7 +412,13 @@ class Scheduler:
                 return ""
             # A preempted request needs its tokens of steps in flight before it can continue.
             waits_for_tokens = request.resumes_after_step > self._updated_step_number
-            if waits_for_tokens or not builder.admits(request) or request.request_id in preempted:
+            if waits_for_tokens:
+                continue
+            if not builder.admits(request):
+                if request.num_budgets:
+                    request.refused_in_step = self._step_number
+                continue
+            if request.request_id in preempted:
                 continue
             if limit := self._admit(request, now):
                 # No request overtakes one that only has to wait for room.

@@ -27,6 +27,9 @@ _TOKENS_AHEAD = 128
 # An account that has rows displaces others where these have an eighth more than their share, and at least one
 # row: smaller differences settle as requests end.
 _SLACK = 8
+# Steps in which a request claims no row and no part of a step after a budget of a feature has refused it. Not
+# until it is admitted: where prompts of others fill a step, it is not asked.
+_STEPS_REFUSED = 4
 # Accounts without requests whose counters are remembered.
 _MAX_ABSENT = 256
 
@@ -91,7 +94,7 @@ class Fair(Policy):
         num_tokens = self._config.max_num_batched_tokens - len(running)
         victims: list[Request] = []
         claimants: list[_Account] = []
-        for account, request in accounts.in_turns(rows.due):
+        for account, request in accounts.claimants(rows.due):
             num_blocks = kv_cache.max_blocks_for(request.num_uncached_tokens, request.num_encoder_tokens)
             picked: list[Request] = []
             while num_free_rows < 1 or num_free_blocks < num_blocks:
@@ -123,6 +126,7 @@ class Fair(Policy):
 
     def on_plan(self, plan: StepPlan, rows: Sequence[Request]) -> None:
         """Count the tokens of the step."""
+        self._accounts.step_number = plan.step_number
         if not self._accounts.counts:
             return
         tokens = Counter(map(_account_of, rows))
@@ -171,6 +175,7 @@ class _Accounts:
     def __init__(self) -> None:
         self.present: dict[str, _Account] = {}
         self.sum_weights = 0  # of those
+        self.step_number = 0  # of the last plan
         self._waiting: dict[str, _Account] = {}  # of those, with requests that wait
         self._left: dict[_Account, None] = {}  # that may have nothing any more
         self._absent: dict[str, _Account] = {}  # whose counters are above those of others
@@ -235,6 +240,13 @@ class _Accounts:
     def candidates(self) -> Iterator[Request]:
         for _, request in self.in_turns(lambda account: account.due(account.num_rows)):
             yield request
+
+    def claimants(self, due: Callable[[_Account], float]) -> Iterator[tuple[_Account, Request]]:
+        """Those of `in_turns` that most likely may enter."""
+        for account, request in self.in_turns(due):
+            refused = request.refused_in_step
+            if not refused or self.step_number - refused >= _STEPS_REFUSED:
+                yield account, request
 
     def in_turns(self, due: Callable[[_Account], float]) -> Iterator[tuple[_Account, Request]]:
         """The waiting requests, the next always of the account with the least `due`.
@@ -363,7 +375,7 @@ class _PrefillShares:
         for request in prefills:
             wanted[request.account] += min(request.num_tokens - request.num_computed_tokens, longest)
         num_rows = Counter(map(_account_of, running)) if num_waiting else Counter[str]()
-        next_in_turn = self._accounts.in_turns(lambda account: account.due(num_rows[account.name]))
+        next_in_turn = self._accounts.claimants(lambda account: account.due(num_rows[account.name]))
         for account, request in islice(next_in_turn, num_waiting):
             wanted[account.name] += min(request.num_uncached_tokens, longest)
             num_rows[account.name] += 1

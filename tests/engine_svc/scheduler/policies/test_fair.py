@@ -11,6 +11,7 @@ import pytest
 
 from engine_svc.core.request import Request
 from engine_svc.core.step import StepPlan
+from engine_svc.scheduler.feature import SchedulerFeature
 from tests.engine_svc.scheduler.fakes import STOP, Stage, granted, request, segment, session
 
 
@@ -259,6 +260,39 @@ def test_prompts_that_have_no_row_take_no_part_of_a_step():
     stage = Stage(policy="fair", max_num_batched_tokens=512, max_num_seqs=4, num_blocks=4000)
     stage.add(*(of(f"account{index}", "0", 100) for index in range(50)))
     assert list(granted(stage.step()).values()) == [100] * 4
+
+
+class Gate(SchedulerFeature):
+    """A budget that admits requests of the account `b` while it is open."""
+
+    def __init__(self) -> None:
+        self.budget = self
+        self.is_open = False
+
+    def on_add(self, request: Request) -> None:
+        request.num_budgets += request.account == "b"
+
+    def begin_step(self) -> None: ...
+
+    def admits(self, request: Request) -> bool:
+        return self.is_open
+
+    def clip(self, request: Request, num_tokens: int) -> int:
+        return num_tokens
+
+    def take(self, request: Request, num_tokens: int) -> None: ...
+
+    def give_back(self, request: Request, num_tokens: int) -> None: ...
+
+
+def test_a_prompt_that_a_feature_does_not_admit_takes_a_part_of_few_steps():
+    gate = Gate()
+    stage = Stage(policy="fair", max_num_batched_tokens=64, features=[gate])
+    stage.add(of("b", "0", 100), of("a", "0", 1500))
+    parts = [granted(stage.step())["a-0"] for _ in range(6)]
+    assert parts == [32, *[64] * 4, 32]
+    gate.is_open = True
+    assert [granted(stage.step()).get("b-0") for _ in range(5)] == [*[None] * 4, 32]
 
 
 @pytest.mark.parametrize(
