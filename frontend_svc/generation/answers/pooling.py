@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import operator
 from collections.abc import Iterable
@@ -52,6 +53,8 @@ _RULES: dict[type[PoolingRequest], MessageRules] = {
     )
 }
 
+# Vectors of documents that are compared before other requests are served.
+_COMPARED_AT_ONCE = 16
 _EMBED = sampling_pb2.POOLING_TASK_EMBED
 _SCORE = sampling_pb2.POOLING_TASK_SCORE
 _TOKEN_EMBED = sampling_pb2.POOLING_TASK_TOKEN_EMBED
@@ -241,7 +244,7 @@ class PoolingAnswers:
         pooled = await self._pooling.run(
             PoolingWork(request.request_id, request.model, model, params, tokenize), caller
         )
-        return (_pair_scores(pooled) if is_by_pairs else _cosines(pooled, len(queries))), pooled
+        return _pair_scores(pooled) if is_by_pairs else await _cosines(pooled, len(queries)), pooled
 
 
 def _affinity_keys(queries: Iterable[bytes]) -> list[str]:
@@ -272,18 +275,20 @@ def _pair_scores(pooled: PooledPrompts) -> list[float]:
     return scores
 
 
-def _cosines(pooled: PooledPrompts, num_queries: int) -> list[float]:
-    for result in pooled.results:
-        check_result(result.tensor, 1)
-    # The vectors are normalized, so that the dot product is the cosine.
-    vectors = [read_floats(result.tensor) for result in pooled.results]
-    if len({len(vector) for vector in vectors}) != 1:
+async def _cosines(pooled: PooledPrompts, num_queries: int) -> list[float]:
+    tensors = [result.tensor for result in pooled.results]
+    for tensor in tensors:
+        check_result(tensor, 1)
+    if len({tensor.shape[0] for tensor in tensors}) != 1:
         raise Internal("the engine gave vectors of different lengths")
-    queries, documents = vectors[:num_queries], vectors[num_queries:]
-    return [
-        sum(map(operator.mul, query, document))
-        for query, document in zip(spread(queries, documents), documents, strict=True)
-    ]
+    queries, documents = tensors[:num_queries], tensors[num_queries:]
+    scores: list[float] = []
+    for query, document in zip(spread(queries, documents), documents, strict=True):
+        if len(scores) % _COMPARED_AT_ONCE == 0:
+            await asyncio.sleep(0)
+        # The vectors are normalized, so that the dot product is the cosine.
+        scores.append(sum(map(operator.mul, read_floats(query), read_floats(document))))
+    return scores
 
 
 def _usage(pooled: PooledPrompts) -> output_pb2.Usage:
