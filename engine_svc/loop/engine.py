@@ -84,9 +84,9 @@ class Engine:
         try:
             while not self._is_stopping:
                 if not self.turn() and not self._is_stopping:
-                    self._stats.post()
                     # Without work, paused requests end at their deadlines as well.
-                    wait_s = _BLOCKED_WAIT_S if self._has_work() else self._requests.until_deadline()
+                    wait_s = _BLOCKED_WAIT_S if self._has_work() else self._requests.until_due()
+                    self._stats.post()
                     self._inbox.wait(wait_s)
         except Exception:
             log_failure(self._steps.plans, self._scheduler.stats)

@@ -58,6 +58,10 @@ class EngineScheduler(Protocol):
         """Forget all cached content; False if requests hold blocks. `reset_running` preempts them first."""
         ...
 
+    def on_idle(self, now: float) -> float | None:
+        """Nothing can be computed at present. Returns when to call it again at the latest; None: never."""
+        ...
+
     def schedule(self, now: float) -> StepPlan: ...
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestOutput]:

@@ -23,7 +23,7 @@ from triptych_kit.clock import Clock
 
 logger = logging.getLogger(__name__)
 
-# Upper limit of one wait: clients may set deadlines further away than a wait can last.
+# Upper limit of one wait: deadlines may be further away than a wait can last.
 _MAX_WAIT_S = 3600.0
 
 
@@ -103,9 +103,12 @@ class EngineRequests:
         for request_id in self._deadlines.expired(self._clock.now()):
             self.abort([request_id], "deadline")
 
-    def until_deadline(self) -> float | None:
-        """How long the loop may wait for the next deadline; None: there is none."""
-        left = (self._deadlines.left_s(self._clock.now()), self._preparations.left_s())
+    def until_due(self) -> float | None:
+        """How long an idle loop may wait, as deadlines and features need; None: for the next command."""
+        now = self._clock.now()
+        due_at = self._scheduler.on_idle(now)
+        due_s = None if due_at is None else min(max(0.0, due_at - now), _MAX_WAIT_S)
+        left = (self._deadlines.left_s(now), self._preparations.left_s(), due_s)
         return min((left_s for left_s in left if left_s is not None), default=None)
 
     def publish(self, plan: StepPlan, result: StepResult, outputs: list[RequestOutput], now: float) -> None:

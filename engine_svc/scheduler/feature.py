@@ -66,6 +66,13 @@ class SchedulerFeature:
     def on_prepared(self, request_id: str, failure: RequestFailed | None) -> None:
         """All ranks have prepared the extras of a request, or it ends with this failure."""
 
+    def on_step(self, now: float) -> float | None:
+        """A step is about to be planned, or nothing can be computed at present.
+
+        Returns when to call it again at the latest, though nothing can be computed then; None: never.
+        """
+        return None
+
     def on_plan(self, plan: StepPlan) -> None:
         """A plan with rows is complete. May attach a part: `plan.extras[Type] = value`."""
 

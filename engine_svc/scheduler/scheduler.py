@@ -84,6 +84,7 @@ class Scheduler:
             self._draft_grants = DraftGrants(limit)
             features = (*features, _ForgetDrafts(self._draft_grants))
         self._features = tuple(features)
+        self._on_step = overriding(features, "on_step")
         self._on_plan, self._on_update = overriding(features, "on_plan"), overriding(features, "on_update")
         self._queues = RequestQueues(kv_cache, policy, self._features)
         self._in_flight = PlannedSteps()
@@ -245,12 +246,19 @@ class Scheduler:
             if only is not None and request.request_id not in only:
                 self._preempt(request, now)
 
+    def on_idle(self, now: float) -> float | None:
+        """Nothing can be computed at present. Returns when to call it again at the latest; None: never."""
+        due = [due_at for on_step in self._on_step if (due_at := on_step(now)) is not None]
+        return min(due, default=None)
+
     def schedule(self, now: float) -> StepPlan:
         """Plan the next step.
 
         A plan without rows need not be launched: its releases go into the next plan with rows. The result of
         a plan with rows must be given to `update`, in the order of the plans.
         """
+        for on_step in self._on_step:
+            on_step(now)
         self._step_number += 1
         plan = self._builder.begin(self._step_number)
         if self._pause is PauseState.ALL:

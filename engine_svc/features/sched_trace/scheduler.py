@@ -167,6 +167,9 @@ class TracedScheduler:
         event = {"op": "restrict", "at": now, "only": ids, "max_num_tokens": max_num_tokens}
         self._note(event, len(ids or ()))
 
+    def on_idle(self, now: float) -> float | None:
+        return self._scheduler.on_idle(now)
+
     def schedule(self, now: float) -> StepPlan:
         if not self._sink.is_open:
             return self._scheduler.schedule(now)

@@ -132,6 +132,31 @@ def test_an_engine_without_work_neither_plans_nor_launches():
     assert rig.executor.num_launched == 0
 
 
+class DueTwice(SchedulerFeature):
+    """Is due at once, and a second time."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self.is_done = threading.Event()
+
+    def on_step(self, now: float) -> float | None:
+        self.num_calls += 1
+        if self.num_calls < 3:
+            return now
+        self.is_done.set()
+        return None
+
+
+def test_an_idle_loop_wakes_when_a_feature_is_due_and_then_waits_for_commands():
+    due = DueTwice()
+    rig = Rig(features=[due])
+    rig.start()
+    assert due.is_done.wait(LIMIT_S)
+    rig.stop()
+    assert due.num_calls == 3
+    assert rig.scheduler.stats().step_number == 0
+
+
 def test_outputs_go_to_the_outbox_of_their_own_frontend():
     rig, other = Rig(), Frontend()
     rig.add(1)
