@@ -15,6 +15,7 @@ from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID, BlockPool, content
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.observer import CacheObserver, StoredBlocks
 from engine_svc.cache.prefix import PrefixFinder, PrefixHit
+from engine_svc.cache.retained import RetainedBlocks
 from engine_svc.core.request import BlockTable, Request
 
 
@@ -81,6 +82,7 @@ class KVCache:
         if self._caches and not all(kind.follows_tokens for kind in self._kinds):
             raise ValueError("prefix caching is on, but KV of one group depends on more than the tokens")
         self.pool = BlockPool(config.num_blocks, observers)
+        self.retained = RetainedBlocks(self.pool)
         # Without groups no hash is ever computed.
         hash_block_size = math.gcd(*(kind.block_size for kind in self._kinds)) or 1
         self.hasher = BlockHasher(hash_block_size, config.fingerprint)
@@ -244,6 +246,19 @@ class KVCache:
         """Release blocks that `hold` has returned."""
         self.pool.release(block_ids)
 
+    def retain(self, key: str, request: Request, num_tokens: int) -> int:
+        """Retain the cached blocks of the first `num_tokens` tokens of `request`, also after its end.
+
+        Returns how many these are. Blocks that no layer reads again are not retained.
+        """
+        block_ids = []
+        for kind, table in zip(self._kinds, request.block_tables, strict=False):
+            end = min(num_tokens // kind.block_size, table.num_registered)
+            block_ids += _held(reversed(table.block_ids[:end]))
+        if block_ids:
+            self.retained.add(key, block_ids)
+        return len(block_ids)
+
     def cost_of_release(self, request: Request) -> tuple[int, int]:
         """The cost of preempting `request`: tokens to compute again, and blocks that become free.
 
@@ -266,9 +281,15 @@ class KVCache:
         return request.num_computed_tokens - num_kept_tokens, num_freed
 
     def reset(self) -> bool:
-        """Clear the prefix cache. Returns False, and changes nothing, while a request has a block."""
-        if not self.pool.reset():
+        """Clear the prefix cache, and release what is retained.
+
+        Returns False, and changes nothing, while a request has a block.
+        """
+        if not self.retained.hold_all_used:
             return False
+        for key in list(self.retained):
+            self.retained.release(key)
+        self.pool.reset()
         self.hit_rate.reset()
         return True
 

@@ -93,8 +93,11 @@ class SchedulerFeature:
     def on_withdraw(self) -> None:
         """Every step in flight was rolled back: no `on_update` follows for any of them."""
 
+    def on_reset(self) -> None:
+        """The prefix cache was cleared, and all blocks that were retained are free."""
+
     def on_finish(self, request: Request) -> None:
-        """A request ended; reason and times are set. Its blocks become free after this unless held now."""
+        """A request ended; reason and times are set. Its blocks become free after this unless kept now."""
 
 
 def overriding(features: Sequence[SchedulerFeature], name: str) -> tuple[Callable[..., Any], ...]:

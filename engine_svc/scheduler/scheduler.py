@@ -205,9 +205,10 @@ class Scheduler:
         self._pause = state
 
     def reset_prefix_cache(self, now: float, *, reset_running: bool = False) -> bool:
-        """Clear the prefix cache. Refused while requests hold blocks; `reset_running` preempts them first.
+        """Clear the prefix cache and what is retained. Refused while requests hold blocks.
 
-        They continue at once: what is in flight for them is dropped and computed anew.
+        reset_running: preempts running requests first. They continue at once: what is in flight for them is
+        dropped and computed anew.
         """
         if reset_running:
             for request in reversed(self._queues.running.copy()):
@@ -215,7 +216,11 @@ class Scheduler:
                 self._preempt(request, now)
             while self._queues.reclaim():
                 continue
-        return self._kv_cache.reset()
+        if not self._kv_cache.reset():
+            return False
+        for feature in self._features:
+            feature.on_reset()
+        return True
 
     def withdraw(self, now: float) -> None:
         """Roll back every step in flight, as none produces a result; its tokens are computed anew."""

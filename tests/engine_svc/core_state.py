@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine_svc.cache.block_pool import BlockPool
+from engine_svc.cache.kv_cache import KVCache
 from engine_svc.scheduler.scheduler import Scheduler
 
 
@@ -14,6 +15,11 @@ def num_unfinished(scheduler: Scheduler) -> int:
 def free_block_ids(pool: BlockPool) -> list[int]:
     """The free blocks from the next to be allocated to the last."""
     return [block.block_id for block in pool._free]
+
+
+def retained_lots(kv_cache: KVCache) -> list[list[int]]:
+    """The blocks of each lot that is retained."""
+    return list(kv_cache.retained._lots.values())
 
 
 def key_of(pool: BlockPool, block_id: int) -> bytes | None:

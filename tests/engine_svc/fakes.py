@@ -127,7 +127,10 @@ def make_scheduler(
         max_steps_in_flight=max_steps_in_flight,
     )
     cache = CacheConfig(num_blocks, (FullAttention(block_size),))
-    return build_core(config, cache, features=features).scheduler
+    core = build_core(config, cache, features=features)
+    for feature in features:
+        feature.wrap(core.scheduler, core.kv_cache)
+    return core.scheduler
 
 
 class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):

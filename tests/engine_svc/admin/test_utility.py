@@ -29,6 +29,7 @@ from tests.engine_svc.loop.controlled_rig import (
     running,
     tokens_of,
 )
+from tests.engine_svc.scheduler.doubles import Retainer
 from tests.engine_svc.session.service_rig import ABORT as ENDED_BY_ABORT
 from tests.engine_svc.session.service_rig import (
     LENGTH,
@@ -606,6 +607,25 @@ async def test_the_hit_rate_is_0_after_a_pause_that_clears_the_cache():
             await engine.frontend.add(make_entry(handle, prompt=prompt))
             await engine.frontend.until_ended(handle)
     assert [first.num_cached_tokens for first in firsts_of(engine)] == [0, 0, 36]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"reset_prefix_cache": {}},
+        {"pause": {"clear_cache": True}},
+        {"sleep": {"level": 1}},
+        {"update_weights": {}},
+    ],
+    ids=lambda call: next(iter(call)),
+)
+async def test_calls_that_empty_the_cache_take_what_is_retained(call):
+    retainer = Retainer()
+    async with controlled(scheduler=make_scheduler(features=[retainer])) as engine:
+        await engine.frontend.add(make_entry(1, prompt=list(range(40))))
+        await engine.frontend.until_ended(1)
+        await engine.call(**call)
+    assert retainer.num_resets == 1
 
 
 def firsts_of(engine):

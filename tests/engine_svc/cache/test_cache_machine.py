@@ -13,7 +13,7 @@ from engine_svc.cache.kv_cache import KVCache
 from engine_svc.cache.prefix import PrefixHit
 from engine_svc.core.request import Request, RequestStatus
 from engine_svc.core.sampling_params import SamplingParams
-from tests.engine_svc.core_state import free_block_ids
+from tests.engine_svc.core_state import free_block_ids, retained_lots
 from tests.simulation.cache_watch import CacheWatch
 from tests.simulation.invariants import check_conservation, check_events, check_tables
 from tests.simulation.paged_runner import first_read
@@ -140,10 +140,23 @@ class CacheMachine(RuleBasedStateMachine):
         """Blocks that were kept are not needed any more."""
         self.cache.release_held(self.kept.pop(0))
 
+    @precondition(lambda self: self.holders)
+    @rule(place=st.integers(0, 1 << 16), num_tokens=st.integers(0, MAX_MODEL_LEN))
+    def retain(self, place: int, num_tokens: int) -> None:
+        """Cached blocks of a request stay whatever becomes of it."""
+        self.num_added += 1
+        self.cache.retain(f"lot {self.num_added}", self.holders[place % len(self.holders)], num_tokens)
+
+    @precondition(lambda self: len(self.cache.retained) > 0)
+    @rule()
+    def release_retained(self) -> None:
+        """The oldest lot is not needed any more."""
+        self.cache.retained.release(next(iter(self.cache.retained)))
+
     @rule()
     def reset(self) -> None:
         """All content is forgotten, if no block is held."""
-        is_idle = not self.holders and not self.kept
+        is_idle = not self.holders and not self.kept  # what is retained does not count
         before = self._state()
         assert self.cache.reset() is (is_idle or self.cache.num_used_blocks == 0)
         if not is_idle and self.cache.num_used_blocks:
@@ -152,7 +165,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def no_block_is_lost(self) -> None:
         """kv-conservation, hash-soundness, and events that match what can be found."""
-        check_conservation(self.cache.pool, self.holders, self.kept)
+        check_conservation(self.cache.pool, self.holders, [*self.kept, *retained_lots(self.cache)])
         for request in self.holders:
             check_tables(request, self.cache, self.config, request.num_computed_tokens)
             self._check_contents(request)
@@ -165,7 +178,7 @@ class CacheMachine(RuleBasedStateMachine):
         for block_ids in self.kept:
             self.cache.release_held(block_ids)
         if hasattr(self, "cache"):
-            assert self.cache.num_used_blocks == 0
+            assert self.cache.num_used_blocks == self.cache.retained.num_blocks
             assert self.cache.reset()
 
     def _make(self, prompt: list[int], salt: str, skips_lookup: bool) -> Request:

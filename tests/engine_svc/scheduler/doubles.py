@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.core.request import ContentSpan, Request
+from engine_svc.loop.protocols import EngineScheduler
 from engine_svc.scheduler.feature import SchedulerFeature
 
 
@@ -115,3 +116,22 @@ class Loader(SchedulerFeature):
 
 def item(start: int, num_tokens: int, key: str = "item") -> tuple[ContentSpan, ...]:
     return (ContentSpan(start, num_tokens, key),)
+
+
+class Retainer(SchedulerFeature):
+    """Retains the blocks of requests that end, each under its id."""
+
+    def __init__(self) -> None:
+        self.kv_cache: KVCache | None = None
+        self.num_resets = 0
+
+    def wrap(self, scheduler: EngineScheduler, kv_cache: KVCache) -> EngineScheduler:
+        self.kv_cache = kv_cache
+        return scheduler
+
+    def on_finish(self, request: Request) -> None:
+        assert self.kv_cache is not None
+        self.kv_cache.retain(request.request_id, request, request.num_tokens)
+
+    def on_reset(self) -> None:
+        self.num_resets += 1

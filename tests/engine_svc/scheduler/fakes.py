@@ -121,6 +121,8 @@ class Stage:
             budgets=budgets,
         )
         self.scheduler, self.cache, self.pool = core.scheduler, core.kv_cache, core.kv_cache.pool
+        for feature in features:
+            feature.wrap(self.scheduler, self.cache)
         self.now = 0.0
 
     def add(self, *requests: Request) -> None:

@@ -10,7 +10,7 @@ from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.waiting_queue import OrderedQueue, WaitingQueue
 from tests.engine_svc.core_state import num_unfinished
-from tests.engine_svc.scheduler.doubles import Compiler, Loader
+from tests.engine_svc.scheduler.doubles import Compiler, Loader, Retainer
 from tests.engine_svc.scheduler.fakes import STOP, Stage, granted, ids_of, request, segment, session
 
 
@@ -559,6 +559,19 @@ def test_a_reset_that_is_refused_all_the_same_leaves_what_was_computed_to_be_fou
     assert not stage.scheduler.reset_prefix_cache(now=2.0, reset_running=True)
     plan = stage.schedule()
     assert (granted(plan), plan.num_computed_tokens) == ({"a": 1}, [8])
+
+
+def test_a_reset_takes_retained_blocks_and_says_so():
+    retainer = Retainer()
+    stage = Stage(features=[retainer])
+    stage.add(request("a", 40, max_tokens=1))
+    stage.step_until_idle()
+    stage.add(request("b", 8))
+    stage.step()
+    assert not stage.scheduler.reset_prefix_cache(now=2.0)
+    assert (list(stage.cache.retained), retainer.num_resets) == (["a"], 0)
+    assert stage.scheduler.reset_prefix_cache(now=2.0, reset_running=True)
+    assert (list(stage.cache.retained), retainer.num_resets) == ([], 1)
 
 
 def test_with_nothing_running_the_prefix_cache_is_reset_at_once():
