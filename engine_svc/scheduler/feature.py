@@ -90,6 +90,17 @@ class SchedulerFeature:
         What is left in them goes to the clients.
         """
 
+    def on_pressure(self) -> bool:
+        """A request finds no blocks: a running one, for which others are preempted next, or a waiting one.
+
+        Returns whether blocks were released that the feature retains. Called until the request has room.
+        """
+        return False
+
+    def on_exhausted(self) -> bool:
+        """The same after that, where no other request runs: without more blocks nothing can be computed."""
+        return False
+
     def on_withdraw(self) -> None:
         """Every step in flight was rolled back: no `on_update` follows for any of them."""
 

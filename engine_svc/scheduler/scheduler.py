@@ -85,6 +85,8 @@ class Scheduler:
             features = (*features, _ForgetDrafts(self._draft_grants))
         self._features = tuple(features)
         self._on_step = overriding(features, "on_step")
+        self._on_pressure = overriding(features, "on_pressure")
+        self._on_exhausted = overriding(features, "on_exhausted")
         self._on_plan, self._on_update = overriding(features, "on_plan"), overriding(features, "on_update")
         self._queues = RequestQueues(kv_cache, policy, self._features)
         self._in_flight = PlannedSteps()
@@ -473,7 +475,7 @@ class Scheduler:
         """Blocks for a request that is admitted; if none runs, also those of idle requests."""
         kv_cache, reserve_all = self._kv_cache, self._config.reserve_full_prompt
         new_block_ids = kv_cache.admit(request, hit, num_tokens, reserve_all=reserve_all)
-        while new_block_ids is None and not self._queues.running and self._queues.reclaim(besides=request):
+        while new_block_ids is None and self._release_some(is_alone=not self._queues.running, besides=request):
             new_block_ids = kv_cache.admit(request, hit, num_tokens, reserve_all=reserve_all)
         return new_block_ids
 
@@ -488,7 +490,7 @@ class Scheduler:
             new_block_ids = self._kv_cache.grow(request, num_tokens, num_in_flight_tokens)
             if new_block_ids is not None:
                 return new_block_ids
-            if self._queues.reclaim():
+            if self._release_some(is_alone=len(self._queues.running) == 1):
                 continue
             victim = self._policy.pick_victim(self._queues.running, self._kv_cache)
             num_withdrawn_tokens = self._builder.withdraw(victim)
@@ -496,6 +498,18 @@ class Scheduler:
             self._preempt(victim, now, num_withdrawn_tokens)
             if victim is request:
                 return None
+
+    def _release_some(self, *, is_alone: bool, besides: Request | None = None) -> bool:
+        """Release blocks that no running request holds. False if there are none that may be released now.
+
+        is_alone: no other request runs. besides: a waiting request that needs the blocks; None: a running one.
+        """
+        # Idle requests give way to running ones, and to waiting ones if nothing runs.
+        if (besides is None or is_alone) and self._queues.reclaim(besides):
+            return True
+        if any(on_pressure() for on_pressure in self._on_pressure):
+            return True
+        return is_alone and any(on_exhausted() for on_exhausted in self._on_exhausted)
 
     def _preempt(self, request: Request, now: float, num_withdrawn_tokens: int = 0) -> None:
         request.resumes_after_step = self._in_flight.newest_of(request)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from engine_svc.core.request import Request
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.feature import SchedulerFeature
-from tests.engine_svc.scheduler.doubles import BlockHolder
+from tests.engine_svc.scheduler.doubles import BlockHolder, Retainer
 from tests.engine_svc.scheduler.fakes import Stage, request
 
 
@@ -54,3 +55,91 @@ def test_an_idle_loop_learns_when_the_first_feature_is_due():
     assert stage.scheduler.on_idle(1.0) == 5.0
     assert stage.scheduler.on_idle(6.0) == 9.0
     assert stage.scheduler.on_idle(9.0) is None
+
+
+class GivesUp(Retainer):
+    """Retains the blocks of one request, until it is asked for blocks by one of the two hooks."""
+
+    def __init__(self, answers: str) -> None:
+        super().__init__()
+        self._answers = answers
+        self.asked: list[str] = []
+
+    def on_finish(self, request: Request) -> None:
+        if request.request_id == "retained":
+            super().on_finish(request)
+
+    def on_pressure(self) -> bool:
+        return self._release("pressure")
+
+    def on_exhausted(self) -> bool:
+        return self._release("exhausted")
+
+    def _release(self, name: str) -> bool:
+        self.asked.append(name)
+        if name != self._answers or self.kv_cache is None or "retained" not in self.kv_cache.retained:
+            return False
+        self.kv_cache.retained.release("retained")
+        return True
+
+
+def stage_with_retained(feature: GivesUp, *, num_tokens: int) -> Stage:
+    """6 blocks of 16 tokens, of which those that `num_tokens` tokens fill are retained."""
+    stage = Stage(num_blocks=7, features=[feature])
+    stage.add(request("retained", num_tokens, max_tokens=1))
+    stage.step_until_idle()
+    feature.asked.clear()
+    return stage
+
+
+def test_nothing_is_asked_for_while_there_are_blocks():
+    feature = GivesUp("pressure")
+    stage = stage_with_retained(feature, num_tokens=40)
+    stage.add(request("a", 30, max_tokens=30))
+    stage.step_until_idle()
+    assert feature.asked == []
+
+
+def test_a_running_request_has_blocks_that_are_given_up_under_pressure():
+    feature = GivesUp("pressure")
+    stage = stage_with_retained(feature, num_tokens=40)
+    stage.add(request("a", 30, max_tokens=10), request("b", 30, max_tokens=10))
+    stage.step_until_idle()
+    assert feature.asked == ["pressure"]
+    assert stage.scheduler.stats().num_preemptions == 0
+
+
+def test_others_are_preempted_before_blocks_are_given_up_that_only_exhaustion_frees():
+    feature = GivesUp("exhausted")
+    stage = stage_with_retained(feature, num_tokens=40)
+    stage.add(request("a", 30, max_tokens=10), request("b", 30, max_tokens=10))
+    stage.step_until_idle()
+    # The request that was preempted waits for the other to end.
+    assert set(feature.asked) == {"pressure"}
+    assert stage.scheduler.stats().num_preemptions == 1
+    assert "retained" in stage.cache.retained
+
+
+def test_a_waiting_request_has_blocks_that_are_given_up_under_pressure():
+    feature = GivesUp("pressure")
+    stage = stage_with_retained(feature, num_tokens=40)
+    stage.add(request("a", 30), request("b", 40))
+    assert stage.step().request_ids == ["a", "b"]
+    assert feature.asked == ["pressure"]
+
+
+def test_a_request_that_would_run_alone_exhausts_what_is_retained():
+    feature = GivesUp("exhausted")
+    stage = stage_with_retained(feature, num_tokens=50)
+    stage.add(request("a", 60))
+    assert stage.step().request_ids == ["a"]
+    assert feature.asked == ["pressure", "exhausted"]
+
+
+def test_a_request_that_runs_alone_goes_on_with_what_is_retained():
+    feature = GivesUp("exhausted")
+    stage = stage_with_retained(feature, num_tokens=50)
+    stage.add(request("a", 40, max_tokens=20))
+    stage.step_until_idle()
+    assert feature.asked == ["pressure", "exhausted"]
+    assert stage.scheduler.stats().num_preemptions == 0
