@@ -141,6 +141,8 @@ class Scheduler:
             max_rows=self._max_rows,
             num_non_finite_rows=self._num_non_finite_rows,
             drafts=self._drafts.stats(),
+            num_retained_lots=len(kv_cache.retained),
+            num_retained_blocks=kv_cache.retained.num_blocks,
             admission_limit=self._admission_limit if self._pause is PauseState.NONE else PAUSED,
         )
 

@@ -33,4 +33,6 @@ class SchedulerStats:
     max_rows: int  # of any step
     num_non_finite_rows: int  # each ended its request with an error
     drafts: DraftStats
+    num_retained_lots: int = 0  # of blocks that stay without a request, each under a key
+    num_retained_blocks: int = 0  # in any of these
     admission_limit: str = ""  # why the newest plan admitted no further request; empty: none waited

@@ -624,7 +624,10 @@ async def test_calls_that_empty_the_cache_take_what_is_retained(call):
     async with controlled(scheduler=make_scheduler(features=[retainer])) as engine:
         await engine.frontend.add(make_entry(1, prompt=list(range(40))))
         await engine.frontend.until_ended(1)
+        assert (await engine.call(get_statistics={})).statistics.num_pinned_blocks == 11
         await engine.call(**call)
+        await engine.pass_by()
+        assert (await engine.call(get_statistics={})).statistics.num_pinned_blocks == 0
     assert retainer.num_resets == 1
 
 

@@ -568,6 +568,8 @@ def test_a_reset_takes_retained_blocks_and_says_so():
     stage.step_until_idle()
     stage.add(request("b", 8))
     stage.step()
+    stats = stage.scheduler.stats()
+    assert (stats.num_retained_lots, stats.num_retained_blocks) == (1, 2)
     assert not stage.scheduler.reset_prefix_cache(now=2.0)
     assert (list(stage.cache.retained), retainer.num_resets) == (["a"], 0)
     assert stage.scheduler.reset_prefix_cache(now=2.0, reset_running=True)
