@@ -205,8 +205,9 @@ class CoreConfig(SecurityOptions):
     )
     scheduling_policy: str = option(
         "fcfs",
-        help="which requests run first: fcfs, fair, priority, prefill-first, least-recompute, or the name of "
-        "a plugin of the group triptych.policies; `triptych serve` with credentials of clients: fair",
+        help="which requests run first: fcfs, fair, priority, prefill-first, least-recompute, continuum, or "
+        "the name of a plugin of the group triptych.policies; `triptych serve` with credentials of clients: "
+        "fair",
     )
     scheduler_class: str = option(
         "default",

@@ -121,6 +121,7 @@ class Request:
     priority: int = 0  # smaller is more urgent
     account: str = ""  # whose share it uses
     weight: int = 1  # of the account, relative to others
+    job: str = ""  # the agent's run that it is a turn of, unlike that of any tenant; "": none
     arrival_at: float = 0.0
     cache_salt: str = ""  # cached blocks are shared only between requests with the same salt
     extra_keys: tuple[str, ...] = ()  # what else all of its KV depends on, e.g. changes to the weights

@@ -28,6 +28,10 @@ class Policy(Protocol):
     # Whether `displaced` is asked, in steps in which requests wait.
     displaces: bool = False
 
+    def attach(self, kv_cache: KVCache) -> None:
+        """The cache of the requests. Called once, before all else."""
+        return
+
     def ready_queue(self) -> ReadyQueue:
         """The queue of requests that may be admitted, which decides by what order; empty."""
         return OrderedQueue()

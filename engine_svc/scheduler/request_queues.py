@@ -29,6 +29,7 @@ class RequestQueues:
         self._kv_cache = kv_cache
         self._policy = policy
         self._features = tuple(features)
+        policy.attach(kv_cache)
         self.requests: dict[str, Request] = {}
         self.waiting = WaitingQueue(policy.ready_queue())
         self.running: list[Request] = []

@@ -1,5 +1,6 @@
 """Policies by name: which request is served first, and which is preempted. Unknown to the scheduler."""
 
+from engine_svc.scheduler.policies.continuum import Continuum
 from engine_svc.scheduler.policies.fair import Fair
 from engine_svc.scheduler.policies.fcfs import FirstComeFirstServed
 from engine_svc.scheduler.policies.least_recompute import LeastRecompute
@@ -13,4 +14,5 @@ POLICIES: dict[str, PolicyFactory] = {
     "priority": ByPriority,
     "prefill-first": PrefillFirst,
     "least-recompute": LeastRecompute,
+    "continuum": Continuum,
 }

@@ -13,6 +13,7 @@ from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.policies import POLICIES
+from engine_svc.scheduler.policies.continuum import Continuum
 from engine_svc.scheduler.policies.fair import Fair
 from engine_svc.scheduler.policies.fcfs import FirstComeFirstServed
 from engine_svc.scheduler.policies.least_recompute import LeastRecompute
@@ -67,13 +68,14 @@ def plugin(tmp_path: Path) -> Iterator[None]:
     sys.modules.pop("lifo_plugin", None)
 
 
-def test_there_are_five_policies():
+def test_there_are_six_policies():
     assert {
         "fcfs": FirstComeFirstServed,
         "fair": Fair,
         "priority": ByPriority,
         "prefill-first": PrefillFirst,
         "least-recompute": LeastRecompute,
+        "continuum": Continuum,
     } == POLICIES
 
 
@@ -108,12 +110,13 @@ def test_an_unknown_name_is_refused_with_those_that_are_known():
         build_core(config, cache, policy="round-robin")
     assert str(refusal.value) == (
         "--scheduling-policy is 'round-robin', it has to be one of "
-        "fair, fcfs, last-first, least-recompute, prefill-first, priority"
+        "continuum, fair, fcfs, last-first, least-recompute, prefill-first, priority"
     )
 
 
 def test_what_is_not_installed_is_unknown():
-    with pytest.raises(ConfigError, match=r"one of fair, fcfs, least-recompute, prefill-first, priority$"):
+    known = "continuum, fair, fcfs, least-recompute, prefill-first, priority"
+    with pytest.raises(ConfigError, match=f"one of {known}$"):
         Stage(policy="last-first")
     config, cache = SchedulerConfig(max_model_len=64), CacheConfig(10, (FullAttention(4),))
     with pytest.raises(
