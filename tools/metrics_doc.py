@@ -35,7 +35,9 @@ async def registered() -> dict[str, Metrics]:
     clock = FakeClock()
     registry = EngineRegistry(clock, lease_s=3.0)
     coordinator = coordinator_metrics(registry, Topology(registry, coordinator_epoch=1), Scaling())
-    config = EngineConfig(str(embedded_model()), served_model_name="NAME", kv_cache_metrics=True)
+    config = EngineConfig(
+        str(embedded_model()), served_model_name="NAME", kv_cache_metrics=True, scheduling_policy="continuum"
+    )
     engine = build_served_engine(config)
     engine.shares_experts = True  # for the metrics of lockstep
     register_engine(engine.metrics, engine, EngineCoreServicer(engine))

@@ -20,6 +20,16 @@ class PrefixHit:
     num_tokens: int = 0
     block_ids: tuple[list[int], ...] = ()  # per group, with placeholders for blocks never read; () = no hit
 
+    @property
+    def held_block_ids(self) -> list[int]:
+        """The blocks of all groups without placeholders, in the order of their release."""
+        return [
+            block_id
+            for block_ids in self.block_ids
+            for block_id in reversed(block_ids)
+            if block_id != PLACEHOLDER_BLOCK_ID
+        ]
+
 
 @dataclass(slots=True, eq=False)
 class _Lookup:

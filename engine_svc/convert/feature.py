@@ -12,7 +12,7 @@ from engine_svc.core.request import ContentSpan
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.tensors.source import TensorSource
 from triptych.common.v1 import sampling_pb2
-from triptych.engine.v1 import add_pb2, session_pb2, step_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2, step_pb2
 from triptych_kit.field_checks import unserved
 from triptych_kit.rules import passed_on_fields
 
@@ -55,6 +55,7 @@ class Parsed:
     spans: tuple[ContentSpan, ...] = ()  # positions whose KV depends on more than token ids
     cache_keys: tuple[str, ...] = ()  # what else all of its KV depends on
     variant: str = ""  # of the model, by its public name; see Request
+    job: str = ""  # see Request
     skips_reading_prefix_cache: bool = False
 
 
@@ -63,6 +64,7 @@ class WireFeature:
 
     fields: Sequence[str] = ()  # of the ADD, those of its sampling parameters with "sampling." in front
     takes_tensors: bool = False
+    message: str = ""  # the field of a ConnectRequest that `read` takes; it names its request by `handle`
     writes: type[OutputExtra] | None = None  # the extra that `write` takes
     # Each an `admin.served_engine.UtilityCall`, which knows the engine and so what is defined here.
     utilities: Sequence[Any] = ()
@@ -73,6 +75,10 @@ class WireFeature:
         Checks everything as if no frontend had done so.
         """
         return None
+
+    def read(self, message: Any) -> Extra:
+        """What a frontend says of a request, for the scheduler's half. Raises InvalidArgument."""
+        raise NotImplementedError
 
     def write(self, step: step_pb2.Step, row: int, extra: Any, now: float) -> None:
         """Write what goes to the client of this row. now: on the engine's clock; times are sent as ages."""
@@ -110,6 +116,7 @@ class WireFeatures:
     def __init__(self, features: Sequence[WireFeature] = ()) -> None:
         self._features = tuple(features)
         self._writers = {feature.writes: feature for feature in features if feature.writes is not None}
+        self._readers = {feature.message: feature for feature in features if feature.message}
         claimed = {name for feature in features for name in feature.fields}
         self.sampling_fields = _CORE_SAMPLING | {
             name.removeprefix("sampling.") for name in claimed if name.startswith("sampling.")
@@ -149,6 +156,15 @@ class WireFeatures:
                     context.token_ids = parsed.token_ids
                 parts.append(parsed)
         return parts
+
+    def read(self, request: engine_pb2.ConnectRequest) -> tuple[int, Extra] | None:
+        """The handle and the content of a message about a request; None if no feature reads it."""
+        kind = request.WhichOneof("message") or ""
+        reader = self._readers.get(kind)
+        if reader is None:
+            return None
+        message = getattr(request, kind)
+        return message.handle, reader.read(message)
 
     def write(self, step: step_pb2.Step, row: int, extra: OutputExtra, now: float) -> None:
         self._writers[type(extra)].write(step, row, extra, now)

@@ -78,11 +78,6 @@ def to_request(
     takes = facts.max_model_len - samples
     sampling = features.served(entry.sampling)
     _check_rules(entry, sampling, facts)
-    if entry.tenant:
-        # Tenants never share prefix cache entries, whatever their salts are.
-        cache_salt = f"{len(entry.tenant)}:{entry.tenant}{entry.cache_salt}"
-    else:
-        cache_salt = entry.cache_salt
     # Checked by size before decoding: a prompt that is far too long must cost no more than this check.
     num_tokens = (len(entry.prompt_token_ids) + len(entry.output_token_ids)) // 4
     if num_tokens > takes:
@@ -116,9 +111,10 @@ def to_request(
         account=entry.account,
         weight=entry.weight or 1,
         arrival_at=now - entry.age_ms / 1000,
-        cache_salt=cache_salt,
+        cache_salt=scoped_salt(entry.tenant, entry.cache_salt),
         extra_keys=context.cache_keys,
         variant=next((one.variant for one in parsed if one.variant), ""),
+        job=next((one.job for one in parsed if one.job), ""),
         spans=context.spans,
         samples=samples,
         extras={type(one.extra): one.extra for one in parsed},
@@ -126,6 +122,11 @@ def to_request(
     # Its age counts for its order in the queue; its queue time here starts now.
     request.timeline.queued_at = now
     return request
+
+
+def scoped_salt(tenant: str, salt: str) -> str:
+    """The salt of a tenant's blocks: tenants never share prefix cache entries, whatever their salts are."""
+    return f"{len(tenant)}:{tenant}{salt}" if tenant else salt
 
 
 def _check_rules(entry: add_pb2.AddEntry, sampling: Mapping[str, Any], facts: EngineFacts) -> None:

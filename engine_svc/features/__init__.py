@@ -18,6 +18,7 @@ FEATURES = (
     "sched_trace",
     "nan_counts",
     "adapters",
+    "pins",
     "prompt_embeds",
     "prompt_logprobs",
     "pooling",

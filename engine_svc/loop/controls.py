@@ -11,6 +11,7 @@ from pathlib import Path
 
 from engine_svc.core.control import Collective, RanksDisagree, Refused, WakeTag, WeightsLost
 from engine_svc.core.errors import DeviceLost
+from engine_svc.core.extras import Extra
 from engine_svc.loop.engine import Engine
 from engine_svc.loop.pause import PauseController, RunState
 from engine_svc.loop.protocols import EngineScheduler, Lockstep, RankCalls
@@ -76,6 +77,10 @@ class EngineControls:
                 f"requests hold KV blocks, {num_running} of them run: wait, or set reset_running",
                 reason="CACHE_IN_USE",
             )
+
+    def note(self, note: Extra) -> None:
+        """Pass a call of an operator to the features; what one answers is in `note`."""
+        self._scheduler.note("", note, self._clock.now())
 
     def start_profile(self, prefix: str) -> None:
         """Begin to record steps into files with this prefix; empty: the engine's own."""

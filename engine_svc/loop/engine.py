@@ -14,6 +14,7 @@ from engine_svc.loop.mailbox import (
     Fail,
     GiveUp,
     Inbox,
+    Note,
     Prepared,
     StatsSnapshot,
     Stop,
@@ -196,6 +197,8 @@ class Engine:
                     self._requests.abort([request_id], cause)
                 case Adopt():
                     self._requests.adopt(command)
+                case Note(request_id, note):
+                    self._scheduler.note(request_id, note, self._clock.now())
                 case GiveUp(request_id):
                     self._requests.give_up(request_id)
                 case Prepared():

@@ -15,6 +15,7 @@ from itertools import islice
 
 from engine_svc.cache.observer import StoredBlocks
 from engine_svc.core.errors import RequestFailed
+from engine_svc.core.extras import Extra
 from engine_svc.core.request import FinishReason, Request
 from engine_svc.loop.step_output import StepOutput, UnreadSteps, split
 from engine_svc.scheduler.stats import SchedulerStats
@@ -70,6 +71,14 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Note:
+    """Pass what a frontend says of a request, which may have ended, to the features."""
+
+    request_id: str
+    note: Extra
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """A rank has done the preparation with this number. failure: why the request cannot be served."""
 
@@ -96,13 +105,13 @@ class Call:
     work: Callable[[], None]
 
 
-Command = Add | Abort | Adopt | GiveUp | Prepared | Stop | Fail | Call
+Command = Add | Abort | Adopt | GiveUp | Note | Prepared | Stop | Fail | Call
 
 
 class Inbox:
     """Commands to the engine thread, in order. When it is full, only `Add` is refused.
 
-    `Abort` needs no limit of its own: a sender may abort only what it has added.
+    `Abort` and `Note` need no limit of their own: a sender may abort what it has added, and note it once.
     """
 
     def __init__(self, max_commands: int) -> None:

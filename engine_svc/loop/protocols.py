@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from engine_svc.core.extras import Extras
+from engine_svc.core.extras import Extra, Extras
 from engine_svc.core.request import FinishReason, Request, RequestOutput
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.config import PauseState
@@ -48,6 +48,10 @@ class EngineScheduler(Protocol):
 
     def restrict(self, only: Collection[str] | None, now: float, max_num_tokens: int | None = None) -> None:
         """Let only these requests run, with at most `max_num_tokens` tokens a step; None: no restriction."""
+        ...
+
+    def note(self, request_id: str, note: Extra, now: float) -> None:
+        """Pass what a frontend says of a request, which may have ended, to the features."""
         ...
 
     def set_pause(self, state: PauseState) -> None:

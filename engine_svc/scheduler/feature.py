@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.observer import CacheObserver
 from engine_svc.core.errors import RequestFailed, describe_failure
-from engine_svc.core.extras import Extras
+from engine_svc.core.extras import Extra, Extras
 from engine_svc.core.request import FinishReason, Request, RequestOutput, Verdict
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.budget import Budget
@@ -89,6 +89,9 @@ class SchedulerFeature:
 
         What is left in them goes to the clients.
         """
+
+    def on_note(self, request_id: str, note: Extra, now: float) -> None:
+        """A frontend has said something of a request, which may have ended; any feature may have read it."""
 
     def on_pressure(self) -> bool:
         """A request finds no blocks: a running one, for which others are preempted next, or a waiting one.

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from engine_svc.cache.kv_cache import NO_BLOCKS, KVCache, NewBlocks
 from engine_svc.cache.prefix import PrefixHit
 from engine_svc.core.errors import RequestFailed
+from engine_svc.core.extras import Extra
 from engine_svc.core.request import (
     NO_STOP_TOKEN,
     DraftUse,
@@ -203,6 +204,11 @@ class Scheduler:
                 request.timeline.events.append(("aborted", now))
                 outputs.append(self._queues.end_early(request, reason, now))
         return outputs
+
+    def note(self, request_id: str, note: Extra, now: float) -> None:
+        """Pass what a frontend says of a request, which may have ended, to the features."""
+        for feature in self._features:
+            feature.on_note(request_id, note, now)
 
     def set_pause(self, state: PauseState) -> None:
         """Hold back everything, only admissions, or nothing, from the next plan on."""
@@ -476,8 +482,9 @@ class Scheduler:
     def _make_room(self, request: Request, hit: PrefixHit, num_tokens: int) -> NewBlocks | None:
         """Blocks for a request that is admitted; if none runs, also those of idle requests."""
         kv_cache, reserve_all = self._kv_cache, self._config.reserve_full_prompt
+        running = self._queues.running
         new_block_ids = kv_cache.admit(request, hit, num_tokens, reserve_all=reserve_all)
-        while new_block_ids is None and self._release_some(is_alone=not self._queues.running, besides=request):
+        while new_block_ids is None and self._release_some(is_alone=not running, besides=request):
             new_block_ids = kv_cache.admit(request, hit, num_tokens, reserve_all=reserve_all)
         return new_block_ids
 
@@ -504,7 +511,7 @@ class Scheduler:
     def _release_some(self, *, is_alone: bool, besides: Request | None = None) -> bool:
         """Release blocks that no running request holds. False if there are none that may be released now.
 
-        is_alone: no other request runs. besides: a waiting request that needs the blocks; None: a running one.
+        is_alone: no other request runs. besides: the waiting request that needs blocks; None: a running one.
         """
         # Idle requests give way to running ones, and to waiting ones if nothing runs.
         if (besides is None or is_alone) and self._queues.reclaim(besides):

@@ -14,7 +14,8 @@ from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import LoadedCore, ServedEngine
 from engine_svc.adoption.orphaned_requests import OrphanedRequest, OrphanedRequests
 from engine_svc.convert import messages
-from engine_svc.loop.mailbox import Abort, Add, Adopt, Outbox
+from engine_svc.core.extras import Extra
+from engine_svc.loop.mailbox import Abort, Add, Adopt, Note, Outbox
 from engine_svc.tensors.source import TensorSource
 from triptych.engine.v1 import add_pb2, engine_pb2
 from triptych_kit.errors import (
@@ -104,6 +105,12 @@ class SessionRequests:
         # Queued before the engine thread gets the command, so that it is sent before any output.
         self._send(engine_pb2.ConnectResponse(adopted=orphan.adopted(entry.handle)))
         self._engine.inbox.put(Adopt(orphan.request_id, self._outbox, entry.handle))
+
+    def note(self, handle: int, note: Extra) -> None:
+        """Pass on what the frontend says of a request that has ended; once, and not of one long ago."""
+        request_id = self._handles.take_ended(handle)
+        if request_id:
+            self._engine.inbox.put(Note(request_id, note))
 
     async def abort(self, abort: engine_pb2.Abort) -> None:
         """Abort requests; replies with the handles that had already finished."""
@@ -242,6 +249,7 @@ class InFlight:
     stop_token_ids: frozenset[int]
     orphan: OrphanedRequest | None = None  # if other sessions may adopt it
     is_aborted: bool = False
+    is_noted: bool = False  # the frontend has said what it has to say after the end
 
     @property
     def attempt(self) -> int:
@@ -255,6 +263,7 @@ class Handles:
         self._in_flight: dict[int, InFlight] = {}
         self._by_entry_id: dict[tuple[str, int], InFlight] = {}  # those in flight; of equal ids the newest
         self._settled: dict[int, tuple[str, int]] = {}  # oldest first
+        self._ended: dict[int, str] = {}  # ids of settled requests that have run and were not noted yet
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -281,6 +290,8 @@ class Handles:
             if self._by_entry_id.get(request.entry_id) is request:
                 del self._by_entry_id[request.entry_id]
             self.settle(handle, request.entry_id)
+            if not request.is_noted:
+                self._ended[handle] = request.request_id
 
     def has_unaborted(self, entry_id: tuple[str, int]) -> bool:
         """Whether such a request is in flight, not counting one that will end by an abort."""
@@ -291,9 +302,22 @@ class Handles:
         """Remember that this ADD was rejected or has finished."""
         # Keeps the newest last, also where a handle is reused.
         self._settled.pop(handle, None)
+        self._ended.pop(handle, None)
         self._settled[handle] = entry_id
         if len(self._settled) > _MAX_SETTLED:
-            del self._settled[next(iter(self._settled))]
+            oldest = next(iter(self._settled))
+            del self._settled[oldest]
+            self._ended.pop(oldest, None)
+
+    def take_ended(self, handle: int) -> str:
+        """The id of a request that has ended or was aborted, at the first call; "" else."""
+        running = self._in_flight.get(handle)
+        if running is None:
+            return self._ended.pop(handle, "")
+        if not running.is_aborted or running.is_noted:
+            return ""
+        running.is_noted = True
+        return running.request_id
 
     def is_settled(self, handle: int) -> bool:
         """Whether an ADD of `handle` was settled; False once it has been forgotten."""

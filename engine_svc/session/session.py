@@ -200,11 +200,21 @@ class Session:
                 self.end(
                     InvalidArgument("hello is the first message of a session and comes once", field="hello")
                 )
-            case unknown:
-                logger.info(
-                    "unknown message ignored",
-                    extra={"frontend_id": self.hello.frontend_id, "kind": str(unknown)},
-                )
+            case kind:
+                self._take_note(message, str(kind))
+
+    def _take_note(self, message: engine_pb2.ConnectRequest, kind: str) -> None:
+        """A message that a feature may read. As it has no answer, one that is invalid is ignored."""
+        try:
+            note = self._engine.features.read(message)
+        except InvalidArgument as error:
+            logger.info("invalid message ignored", extra={"kind": kind, "reason": error.message})
+            return
+        if note is not None:
+            self._requests.note(*note)
+            return
+        frontend_id = self.hello.frontend_id
+        logger.info("unknown message ignored", extra={"frontend_id": frontend_id, "kind": kind})
 
     def beat(self) -> None:
         """Send a heartbeat; at most one is pending at a time."""

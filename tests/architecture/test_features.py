@@ -19,6 +19,7 @@ from tests.architecture.sources import ROOT
 # Words that name a feature, all of which an identifier has to have. The model computes embeddings.
 NAMES = {
     "adapters": [{"lora"}],
+    "pins": [{"job", "pins"}, {"job", "turn"}, {"tool", "gaps"}],
     "request_events": [{"request", "events"}],
     "request_spans": [{"request", "spans"}, {"llm", "request"}],
     "kv_events": [{"kv", "events"}],

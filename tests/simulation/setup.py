@@ -15,7 +15,7 @@ from engine_svc.cache.attention import (
 from engine_svc.cache.config import CacheConfig
 from engine_svc.scheduler.config import SchedulerConfig
 
-POLICIES = ("fcfs", "priority", "priority", "prefill-first", "least-recompute", "fair", "fair")
+POLICIES = ("fcfs", "priority", "priority", "prefill-first", "least-recompute", "fair", "fair", "continuum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class Setup:
     accident_rate: float  # accidents, before a step and between its launch and its result
     num_priorities: int
     num_accounts: int
+    num_jobs: int
+    gives_pins_first: bool  # where blocks are short, before requests are preempted
     arrival_interval: float  # arrivals within one count as of the same instant
     has_sessions: bool
     has_senders: bool  # some blocks are held for a while after the end of their request
@@ -88,6 +90,8 @@ def draw_setup(rng: random.Random) -> Setup:
         accident_rate=rng.choice((0.05, 0.15, 0.3)),
         num_priorities=rng.choice((1, 3, 3)),
         num_accounts=rng.choice((1, 2, 4)) if policy == "fair" else 1,
+        num_jobs=rng.choice((2, 5)) if policy == "continuum" else 0,
+        gives_pins_first=policy == "continuum" and rng.random() < 0.3,
         arrival_interval=rng.choice((1.0, 1.0, 16.0)),
         has_sessions=rng.random() < 0.3,
         has_senders=rng.random() < 0.1,

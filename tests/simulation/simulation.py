@@ -48,6 +48,7 @@ class Simulation:
             world.finish_oldest()
         while world.features.held:
             world.features.release_held()
+        world.let_pins_expire()
         world.check_idle()
         counts = world.counts()
         counts["request"] = num_added

@@ -62,6 +62,7 @@ def test_engines_of_every_shape_are_drawn(report: Report, shape: str):
         "remote_load",
         "reset",
         "reset_running",
+        "retained",
         "turn_ended",
     ],
 )

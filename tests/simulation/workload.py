@@ -75,6 +75,7 @@ class Workload:
             priority=int(random() * self._setup.num_priorities),
             account=f"account-{(number := int(random() * self._setup.num_accounts))}",
             weight=1 + 2 * number,
+            job=f"job-{int(random() * self._setup.num_jobs)}" if self._setup.num_jobs else "",
             arrival_at=now - now % self._setup.arrival_interval,
             cache_salt=salt,
             extra_keys=extra_keys,

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from engine_svc.build.engine import build_core
 from engine_svc.core.request import InputSegment, Request, RequestOutput, RequestStatus
 from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult
+from engine_svc.features.pins.estimator import FixedTtl
+from engine_svc.features.pins.extras import JobTurn
+from engine_svc.features.pins.scheduler import JobPins
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.turns import INPUT
 from engine_svc.speculation.accounting import DraftGrants
-from tests.engine_svc.core_state import num_unfinished
+from tests.engine_svc.core_state import num_unfinished, retained_lots
 from tests.simulation.alone import Turn
 from tests.simulation.broken import BrokenInvariant, expect
 from tests.simulation.budgets import AdapterCap, Adapters, BudgetWatch, EncoderBudget
@@ -24,10 +27,12 @@ from tests.simulation.history import History
 from tests.simulation.invariants import check_content, check_plan, check_whole_state
 from tests.simulation.paged_runner import PagedRunner
 from tests.simulation.setup import Setup
+from triptych_kit.telemetry.metrics import Metrics
 
 # Of one request. It may give way again and again, but not for ever.
 MAX_PREEMPTIONS = 60
 BROKEN_ROW_SHARE = 0.002
+PIN_TTL_S = 6.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,16 @@ class RandomLimit:
     def forget(self, request: Request) -> None: ...
 
 
+class WorldClock:
+    """The time of a world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def now(self) -> float:
+        return self._world.now
+
+
 class World:
     """What happens to a core, checked as it happens. Steps, time and events are up to the caller."""
 
@@ -65,15 +80,30 @@ class World:
         self.encoder = EncoderBudget(setup.max_encoder_tokens) if setup.max_encoder_tokens else None
         budgets: list[Budget | None] = [self.budget_watch, self.encoder]
         adapters = () if self.adapter_cap is None else (Adapters(self.adapter_cap),)
+        self.now = 0.0
+        pins = (
+            (
+                JobPins(
+                    FixedTtl(PIN_TTL_S),
+                    WorldClock(self),
+                    Metrics("test"),
+                    gives_pins_first=setup.gives_pins_first,
+                ),
+            )
+            if setup.num_jobs
+            else ()
+        )
         core = build_core(
             setup.scheduler,
             setup.cache,
             policy=setup.policy,
-            features=(self.features, *adapters),
+            features=(self.features, *adapters, *pins),
             budgets=[budget for budget in budgets if budget is not None],
         )
         self.scheduler, self.kv_cache = core.scheduler, core.kv_cache
         self.features.kv_cache = core.kv_cache
+        for feature in pins:
+            feature.wrap(core.scheduler, core.kv_cache)
         if setup.limits_drafts:
             limit = RandomLimit(rng, setup.scheduler.num_speculative_tokens)
             self.scheduler._draft_grants = DraftGrants(limit)
@@ -87,7 +117,6 @@ class World:
             max_model_len=setup.scheduler.max_model_len,
             broken_row_share=BROKEN_ROW_SHARE if setup.has_broken_rows else 0.0,
         )
-        self.now = 0.0
         self.num_steps = 0
         self.max_preemptions = 0  # of any request
         self.pause = PauseState.NONE
@@ -122,6 +151,8 @@ class World:
         if is_sent:
             self.features.sends.add(request_id)
         self._note("add", request_id, len(request.token_ids), request.num_prompt_tokens, request.sampling)
+        if request.job:
+            request.extras[JobTurn] = JobTurn(is_last=len(request.token_ids) % 5 == 0)
         self.scheduler.add(request)
         self.seen["given"] += len(request.token_ids) > request.num_prompt_tokens
         return True
@@ -289,7 +320,7 @@ class World:
             self.kv_cache,
             self.setup.cache,
             self.unfinished,
-            held=self.features.held,
+            held=[*self.features.held, *retained_lots(self.kv_cache)],
             rows=self.runner.rows,
             first_starts=first_starts,
             watch=self.watch,
@@ -308,6 +339,11 @@ class World:
                 "kv-idle-zero", f"{pool.num_free_blocks} of {pool.num_usable_blocks} are free"
             )
         self.check()
+
+    def let_pins_expire(self) -> None:
+        """All that is pinned, as no job has a request."""
+        self.now += PIN_TTL_S
+        self.scheduler.on_idle(self.now)
 
     def counts(self) -> Counter[str]:
         """How often everything happened that a workload can be hard by."""
@@ -373,3 +409,4 @@ class World:
         check_content(request.block_hashes, digests, block_size, self._hash_of, self._digest_of)
         self.seen[f"ends_by_{reason.value}"] += 1
         self.seen["turn_ended"] += len(history.endings) - 1
+        self.seen["retained"] += request.job in self.kv_cache.retained

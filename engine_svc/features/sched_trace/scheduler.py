@@ -11,6 +11,7 @@ from typing import Protocol
 
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.config import EngineConfig
+from engine_svc.core.extras import Extra
 from engine_svc.core.request import FinishReason, Request, RequestOutput
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.sched_trace.file import TraceFile, file_of
@@ -147,6 +148,9 @@ class TracedScheduler:
         event = {"op": "abort", "at": now, "ids": request_ids, "cause": cause, "reason": reason.value}
         self._note_outputs(event, outputs, len(request_ids))
         return outputs
+
+    def note(self, request_id: str, note: Extra, now: float) -> None:
+        self._scheduler.note(request_id, note, now)
 
     def set_pause(self, state: PauseState) -> None:
         self._scheduler.set_pause(state)

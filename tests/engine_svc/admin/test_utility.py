@@ -59,7 +59,8 @@ SERVED_TO_FRONTENDS = {
 }  # fmt: skip
 NOT_SERVED = {
     "reset_multimodal_cache", "reset_encoder_cache", "add_adapter", "remove_adapter", "list_adapters",
-    "pin_adapter", "unpin_adapter", "save_sharded_state", "flush_pins",
+    "pin_adapter", "unpin_adapter", "save_sharded_state", "flush_pins", "pin_blocks", "release_pins",
+    "list_pins",
 }  # fmt: skip
 UNIMPLEMENTED, PERMISSION_DENIED = 12, 7
 

@@ -1,4 +1,4 @@
-"""Blocks that are retained: not allocated while they are, found by later requests, never in the way of a reset."""
+"""Blocks that are retained: found by later requests, not allocated meanwhile, never in the way of a reset."""
 
 from __future__ import annotations
 

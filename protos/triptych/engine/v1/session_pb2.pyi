@@ -148,6 +148,14 @@ class HostProof(_message.Message):
     digest: bytes
     def __init__(self, digest: _Optional[bytes] = ...) -> None: ...
 
+class FinishHint(_message.Message):
+    __slots__ = ("handle", "tool_name")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    TOOL_NAME_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    tool_name: str
+    def __init__(self, handle: _Optional[int] = ..., tool_name: _Optional[str] = ...) -> None: ...
+
 class Ready(_message.Message):
     __slots__ = ("model_name", "fingerprint", "artifacts", "max_model_len", "block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "vocab_size", "eos_token_ids", "adapters", "supported_tasks", "world_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "default_sampling", "hidden_size", "takes_prompt_embeds", "structured_output_backends", "structured_output_keywords", "model_folder", "served_adapters")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]

@@ -22,7 +22,7 @@ PAUSE_MODE_WAIT: PauseMode
 PAUSE_MODE_KEEP: PauseMode
 
 class UtilityCall(_message.Message):
-    __slots__ = ("call_id", "timeout_ms", "get_supported_tasks", "pause", "resume", "is_paused", "sleep", "wake", "is_sleeping", "reset_prefix_cache", "reset_multimodal_cache", "reset_encoder_cache", "add_adapter", "remove_adapter", "list_adapters", "pin_adapter", "profile", "execute_dummy_batch", "collective", "get_weight_version", "set_weight_version", "update_weights", "get_config", "get_statistics", "save_sharded_state", "flush_pins", "unpin_adapter")
+    __slots__ = ("call_id", "timeout_ms", "get_supported_tasks", "pause", "resume", "is_paused", "sleep", "wake", "is_sleeping", "reset_prefix_cache", "reset_multimodal_cache", "reset_encoder_cache", "add_adapter", "remove_adapter", "list_adapters", "pin_adapter", "profile", "execute_dummy_batch", "collective", "get_weight_version", "set_weight_version", "update_weights", "get_config", "get_statistics", "save_sharded_state", "flush_pins", "unpin_adapter", "pin_blocks", "release_pins", "list_pins")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     GET_SUPPORTED_TASKS_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,9 @@ class UtilityCall(_message.Message):
     SAVE_SHARDED_STATE_FIELD_NUMBER: _ClassVar[int]
     FLUSH_PINS_FIELD_NUMBER: _ClassVar[int]
     UNPIN_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    PIN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_PINS_FIELD_NUMBER: _ClassVar[int]
+    LIST_PINS_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     timeout_ms: int
     get_supported_tasks: GetSupportedTasksCall
@@ -77,10 +80,13 @@ class UtilityCall(_message.Message):
     save_sharded_state: SaveShardedStateCall
     flush_pins: FlushPinsCall
     unpin_adapter: UnpinAdapterCall
-    def __init__(self, call_id: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., get_supported_tasks: _Optional[_Union[GetSupportedTasksCall, _Mapping]] = ..., pause: _Optional[_Union[PauseCall, _Mapping]] = ..., resume: _Optional[_Union[ResumeCall, _Mapping]] = ..., is_paused: _Optional[_Union[IsPausedCall, _Mapping]] = ..., sleep: _Optional[_Union[SleepCall, _Mapping]] = ..., wake: _Optional[_Union[WakeCall, _Mapping]] = ..., is_sleeping: _Optional[_Union[IsSleepingCall, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[ResetPrefixCacheCall, _Mapping]] = ..., reset_multimodal_cache: _Optional[_Union[ResetMultimodalCacheCall, _Mapping]] = ..., reset_encoder_cache: _Optional[_Union[ResetEncoderCacheCall, _Mapping]] = ..., add_adapter: _Optional[_Union[AddAdapterCall, _Mapping]] = ..., remove_adapter: _Optional[_Union[RemoveAdapterCall, _Mapping]] = ..., list_adapters: _Optional[_Union[ListAdaptersCall, _Mapping]] = ..., pin_adapter: _Optional[_Union[PinAdapterCall, _Mapping]] = ..., profile: _Optional[_Union[ProfileCall, _Mapping]] = ..., execute_dummy_batch: _Optional[_Union[ExecuteDummyBatchCall, _Mapping]] = ..., collective: _Optional[_Union[CollectiveCall, _Mapping]] = ..., get_weight_version: _Optional[_Union[GetWeightVersionCall, _Mapping]] = ..., set_weight_version: _Optional[_Union[SetWeightVersionCall, _Mapping]] = ..., update_weights: _Optional[_Union[UpdateWeightsCall, _Mapping]] = ..., get_config: _Optional[_Union[GetConfigCall, _Mapping]] = ..., get_statistics: _Optional[_Union[GetStatisticsCall, _Mapping]] = ..., save_sharded_state: _Optional[_Union[SaveShardedStateCall, _Mapping]] = ..., flush_pins: _Optional[_Union[FlushPinsCall, _Mapping]] = ..., unpin_adapter: _Optional[_Union[UnpinAdapterCall, _Mapping]] = ...) -> None: ...
+    pin_blocks: PinBlocksCall
+    release_pins: ReleasePinsCall
+    list_pins: ListPinsCall
+    def __init__(self, call_id: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., get_supported_tasks: _Optional[_Union[GetSupportedTasksCall, _Mapping]] = ..., pause: _Optional[_Union[PauseCall, _Mapping]] = ..., resume: _Optional[_Union[ResumeCall, _Mapping]] = ..., is_paused: _Optional[_Union[IsPausedCall, _Mapping]] = ..., sleep: _Optional[_Union[SleepCall, _Mapping]] = ..., wake: _Optional[_Union[WakeCall, _Mapping]] = ..., is_sleeping: _Optional[_Union[IsSleepingCall, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[ResetPrefixCacheCall, _Mapping]] = ..., reset_multimodal_cache: _Optional[_Union[ResetMultimodalCacheCall, _Mapping]] = ..., reset_encoder_cache: _Optional[_Union[ResetEncoderCacheCall, _Mapping]] = ..., add_adapter: _Optional[_Union[AddAdapterCall, _Mapping]] = ..., remove_adapter: _Optional[_Union[RemoveAdapterCall, _Mapping]] = ..., list_adapters: _Optional[_Union[ListAdaptersCall, _Mapping]] = ..., pin_adapter: _Optional[_Union[PinAdapterCall, _Mapping]] = ..., profile: _Optional[_Union[ProfileCall, _Mapping]] = ..., execute_dummy_batch: _Optional[_Union[ExecuteDummyBatchCall, _Mapping]] = ..., collective: _Optional[_Union[CollectiveCall, _Mapping]] = ..., get_weight_version: _Optional[_Union[GetWeightVersionCall, _Mapping]] = ..., set_weight_version: _Optional[_Union[SetWeightVersionCall, _Mapping]] = ..., update_weights: _Optional[_Union[UpdateWeightsCall, _Mapping]] = ..., get_config: _Optional[_Union[GetConfigCall, _Mapping]] = ..., get_statistics: _Optional[_Union[GetStatisticsCall, _Mapping]] = ..., save_sharded_state: _Optional[_Union[SaveShardedStateCall, _Mapping]] = ..., flush_pins: _Optional[_Union[FlushPinsCall, _Mapping]] = ..., unpin_adapter: _Optional[_Union[UnpinAdapterCall, _Mapping]] = ..., pin_blocks: _Optional[_Union[PinBlocksCall, _Mapping]] = ..., release_pins: _Optional[_Union[ReleasePinsCall, _Mapping]] = ..., list_pins: _Optional[_Union[ListPinsCall, _Mapping]] = ...) -> None: ...
 
 class UtilityResult(_message.Message):
-    __slots__ = ("call_id", "failure", "done", "supported_tasks", "is_paused", "is_sleeping", "adapters", "weight_version", "config", "statistics", "collective", "reset_prefix_cache")
+    __slots__ = ("call_id", "failure", "done", "supported_tasks", "is_paused", "is_sleeping", "adapters", "weight_version", "config", "statistics", "collective", "reset_prefix_cache", "pins", "num_released_blocks")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +99,8 @@ class UtilityResult(_message.Message):
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
     COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
     RESET_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RELEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     failure: _error_pb2.ErrorStatus
     done: UtilityDone
@@ -105,7 +113,9 @@ class UtilityResult(_message.Message):
     statistics: _session_pb2.Stats
     collective: CollectiveResult
     reset_prefix_cache: bool
-    def __init__(self, call_id: _Optional[int] = ..., failure: _Optional[_Union[_error_pb2.ErrorStatus, _Mapping]] = ..., done: _Optional[_Union[UtilityDone, _Mapping]] = ..., supported_tasks: _Optional[_Union[SupportedTasks, _Mapping]] = ..., is_paused: _Optional[bool] = ..., is_sleeping: _Optional[bool] = ..., adapters: _Optional[_Union[LoadedAdapters, _Mapping]] = ..., weight_version: _Optional[str] = ..., config: _Optional[_Union[EngineOptions, _Mapping]] = ..., statistics: _Optional[_Union[_session_pb2.Stats, _Mapping]] = ..., collective: _Optional[_Union[CollectiveResult, _Mapping]] = ..., reset_prefix_cache: _Optional[bool] = ...) -> None: ...
+    pins: Pins
+    num_released_blocks: int
+    def __init__(self, call_id: _Optional[int] = ..., failure: _Optional[_Union[_error_pb2.ErrorStatus, _Mapping]] = ..., done: _Optional[_Union[UtilityDone, _Mapping]] = ..., supported_tasks: _Optional[_Union[SupportedTasks, _Mapping]] = ..., is_paused: _Optional[bool] = ..., is_sleeping: _Optional[bool] = ..., adapters: _Optional[_Union[LoadedAdapters, _Mapping]] = ..., weight_version: _Optional[str] = ..., config: _Optional[_Union[EngineOptions, _Mapping]] = ..., statistics: _Optional[_Union[_session_pb2.Stats, _Mapping]] = ..., collective: _Optional[_Union[CollectiveResult, _Mapping]] = ..., reset_prefix_cache: _Optional[bool] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ..., num_released_blocks: _Optional[int] = ...) -> None: ...
 
 class UtilityDone(_message.Message):
     __slots__ = ()
@@ -278,6 +288,52 @@ class SaveShardedStateCall(_message.Message):
 class FlushPinsCall(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class PinBlocksCall(_message.Message):
+    __slots__ = ("token_ids", "ttl_s", "job_id", "cache_salt", "tenant")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    ttl_s: float
+    job_id: str
+    cache_salt: str
+    tenant: str
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., ttl_s: _Optional[float] = ..., job_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class ReleasePinsCall(_message.Message):
+    __slots__ = ("pin_id", "job_id")
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    pin_id: str
+    job_id: str
+    def __init__(self, pin_id: _Optional[str] = ..., job_id: _Optional[str] = ...) -> None: ...
+
+class ListPinsCall(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Pins(_message.Message):
+    __slots__ = ("pins",)
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    pins: _containers.RepeatedCompositeFieldContainer[PinnedBlocks]
+    def __init__(self, pins: _Optional[_Iterable[_Union[PinnedBlocks, _Mapping]]] = ...) -> None: ...
+
+class PinnedBlocks(_message.Message):
+    __slots__ = ("pin_id", "num_blocks", "remaining_ms", "job_id", "tenant")
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    pin_id: str
+    num_blocks: int
+    remaining_ms: int
+    job_id: str
+    tenant: str
+    def __init__(self, pin_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., remaining_ms: _Optional[int] = ..., job_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class SupportedTasks(_message.Message):
     __slots__ = ("tasks",)
