@@ -15,7 +15,7 @@ import grpc.aio
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.engine.v1 import utility_pb2
 from triptych_kit.errors import InvalidArgument, NotFound, Unavailable, Unimplemented
-from triptych_kit.field_checks import check_enum
+from triptych_kit.field_checks import check_enum, unserved
 from triptych_kit.server import Lifecycle, Registration
 from triptych_kit.telemetry.logs import AUDIT_LOGGER, set_log_level
 from triptych_kit.telemetry.spans import SpanRecord, Value
@@ -204,6 +204,42 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         (adapter,) = await self._adapters(utility_pb2.UtilityCall(unpin_adapter=unpinned))
         return admin_pb2.UnpinAdapterResponse(adapter=adapter)
 
+    async def Pin(
+        self,
+        request: admin_pb2.PinRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.PinRequest, admin_pb2.PinResponse],
+    ) -> admin_pb2.PinResponse:
+        """Keep blocks of an engine, if this process is one; so the next two."""
+        if request.adapter:
+            raise unserved("adapter")
+        pinned = utility_pb2.PinBlocksCall(
+            token_ids=request.token_ids,
+            ttl_s=request.ttl_s,
+            job_id=request.job_id,
+            cache_salt=request.cache_salt,
+            tenant=request.tenant,
+        )
+        (pin,) = await self._pins(utility_pb2.UtilityCall(pin_blocks=pinned))
+        return admin_pb2.PinResponse(pin=pin)
+
+    async def Release(
+        self,
+        request: admin_pb2.ReleaseRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.ReleaseRequest, admin_pb2.ReleaseResponse],
+    ) -> admin_pb2.ReleaseResponse:
+        released = utility_pb2.ReleasePinsCall()
+        # They have the same fields.
+        released.MergeFromString(request.SerializeToString())
+        answer = await self._call(utility_pb2.UtilityCall(release_pins=released))
+        return admin_pb2.ReleaseResponse(num_blocks=answer.result.num_released_blocks)
+
+    async def ListPins(
+        self,
+        request: admin_pb2.ListPinsRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.ListPinsRequest, admin_pb2.ListPinsResponse],
+    ) -> admin_pb2.ListPinsResponse:
+        return admin_pb2.ListPinsResponse(pins=await self._pins(utility_pb2.UtilityCall(list_pins={})))
+
     async def _call(self, call: utility_pb2.UtilityCall) -> admin_pb2.UtilityResponse:
         if self._utility is None:
             raise Unimplemented(f"a {self._service} has no engine to call into", reason="NO_ENGINE")
@@ -212,6 +248,18 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def _adapters(self, call: utility_pb2.UtilityCall) -> Sequence[utility_pb2.LoadedAdapter]:
         """The adapters that the engine answers a call with."""
         return (await self._call(call)).result.adapters.adapters
+
+    async def _pins(self, call: utility_pb2.UtilityCall) -> list[admin_pb2.PinInfo]:
+        return [
+            admin_pb2.PinInfo(
+                pin_id=pin.pin_id,
+                num_blocks=pin.num_blocks,
+                remaining_ms=pin.remaining_ms,
+                job_id=pin.job_id,
+                tenant=pin.tenant,
+            )
+            for pin in (await self._call(call)).result.pins.pins
+        ]
 
     async def WatchScheduler(
         self,

@@ -153,6 +153,37 @@ async def test_adapters_are_changed_by_calls_into_the_engine(telemetry: None) ->
     ]
 
 
+async def test_pins_are_calls_into_the_engine(telemetry: None) -> None:
+    calls: list[utility_pb2.UtilityCall] = []
+    fields = {"pin_id": "pin-1", "num_blocks": 3, "remaining_ms": 500, "job_id": "a", "tenant": "t"}
+
+    async def serve(request: admin_pb2.UtilityRequest) -> admin_pb2.UtilityResponse:
+        calls.append(request.call)
+        result = utility_pb2.UtilityResult(pins={"pins": [fields]})
+        if request.call.HasField("release_pins"):
+            result = utility_pb2.UtilityResult(num_released_blocks=3)
+        return admin_pb2.UtilityResponse(result=result)
+
+    servicer = AdminServicer("engine", "engine-0", lambda: {}, lifecycle=Lifecycle(), utility=serve)
+    asked = {"token_ids": [5, 6], "ttl_s": 9.5, "job_id": "a", "cache_salt": "s", "tenant": "t"}
+    async with serving([servicer.registration()], ADMIN) as (_, channel):
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        pin = admin_pb2.PinInfo(**fields)
+        assert (await stub.Pin(admin_pb2.PinRequest(**asked))).pin == pin
+        assert list((await stub.ListPins(admin_pb2.ListPinsRequest())).pins) == [pin]
+        for target in {"pin_id": "pin-1"}, {"job_id": "a"}:
+            assert (await stub.Release(admin_pb2.ReleaseRequest(**target))).num_blocks == 3
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Pin(admin_pb2.PinRequest(token_ids=[5], adapter="cook"))
+    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    assert calls == [
+        utility_pb2.UtilityCall(pin_blocks=asked),
+        utility_pb2.UtilityCall(list_pins={}),
+        utility_pb2.UtilityCall(release_pins={"pin_id": "pin-1"}),
+        utility_pb2.UtilityCall(release_pins={"job_id": "a"}),
+    ]
+
+
 async def test_utility_calls_go_to_the_servicer_that_serves_them(telemetry: None) -> None:
     async def serve(request: admin_pb2.UtilityRequest) -> admin_pb2.UtilityResponse:
         if not request.call.call_id:

@@ -190,6 +190,13 @@ async def _call(target: AdminTarget, call: utility_pb2.UtilityCall) -> int:
             print(line)
         if not answer.result.adapters.adapters:
             print("no adapters")
+    elif kind == "pins":
+        for line in map(_pin_line, answer.result.pins.pins):
+            print(line)
+        if not answer.result.pins.pins:
+            print("no pins")
+    elif kind == "num_released_blocks":
+        print(f"{answer.result.num_released_blocks} blocks released")
     else:
         print("done")
     return 0
@@ -199,6 +206,13 @@ def _adapter_line(adapter: utility_pb2.LoadedAdapter) -> str:
     words = [f"{adapter.name} rank {adapter.rank}, digest {adapter.digest[:12]}"]
     words += ["used lately"] if adapter.in_slot else []
     return ", ".join([*words, "pinned"] if adapter.pinned else words)
+
+
+def _pin_line(pin: utility_pb2.PinnedBlocks) -> str:
+    left = f"{pin.remaining_ms / 1000:g} s left" if pin.remaining_ms else "until its next turn"
+    whose = f", job {pin.job_id}" if pin.job_id else ""
+    whose += f" of {pin.tenant}" if pin.tenant else ""
+    return f"{pin.pin_id} {pin.num_blocks} blocks, {left}{whose}"
 
 
 async def _quarantined(target: AdminTarget) -> int:

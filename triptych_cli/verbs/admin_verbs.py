@@ -267,6 +267,36 @@ def adapters(context: typer.Context, as_json: Json = False) -> None:
 
 
 @admin.command()
+def pins(context: typer.Context, as_json: Json = False) -> None:
+    """Print the KV blocks that an engine keeps for jobs, one pin per line."""
+    from triptych.engine.v1 import utility_pb2
+
+    _make(context, utility_pb2.UtilityCall(list_pins=utility_pb2.ListPinsCall()), as_json=as_json)
+
+
+@admin.command()
+def release(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="[PIN]", help="a pin as `pins` shows it")] = "",
+    job: Annotated[str, typer.Option(help="all pins of this job instead")] = "",
+    release_all: Annotated[bool, typer.Option("--all", help="all pins instead")] = False,
+    as_json: Json = False,
+) -> None:
+    """Let an engine evict pinned KV blocks again."""
+    from triptych.engine.v1 import utility_pb2
+
+    if sum(map(bool, (name, job, release_all))) != 1:
+        raise typer.BadParameter("write a pin, --job JOB or --all")
+    if release_all:
+        call = utility_pb2.UtilityCall(flush_pins=utility_pb2.FlushPinsCall())
+    elif job:
+        call = utility_pb2.UtilityCall(release_pins=utility_pb2.ReleasePinsCall(job_id=job))
+    else:
+        call = utility_pb2.UtilityCall(release_pins=utility_pb2.ReleasePinsCall(pin_id=name))
+    _make(context, call, as_json=as_json)
+
+
+@admin.command()
 def scale(
     context: typer.Context,
     size: Annotated[int, typer.Argument(min=1, max=_MAX_SIZE, help="wanted number of engines")],

@@ -92,6 +92,10 @@ async def listening() -> AsyncIterator[Listener]:
         (["unload-adapter", "cook"], {"remove_adapter": {"name": "cook"}}),
         (["pin-adapter", "cook"], {"pin_adapter": {"name": "cook"}}),
         (["unpin-adapter", "cook"], {"unpin_adapter": {"name": "cook"}}),
+        (["pins"], {"list_pins": {}}),
+        (["release", "pin-1"], {"release_pins": {"pin_id": "pin-1"}}),
+        (["release", "--job", "a"], {"release_pins": {"job_id": "a"}}),
+        (["release", "--all"], {"flush_pins": {}}),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )

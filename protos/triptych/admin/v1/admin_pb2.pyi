@@ -285,18 +285,20 @@ class UnpinAdapterResponse(_message.Message):
     def __init__(self, adapter: _Optional[_Union[_utility_pb2.LoadedAdapter, _Mapping]] = ...) -> None: ...
 
 class PinRequest(_message.Message):
-    __slots__ = ("token_ids", "ttl_s", "job_id", "cache_salt", "adapter")
+    __slots__ = ("token_ids", "ttl_s", "job_id", "cache_salt", "adapter", "tenant")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     ttl_s: float
     job_id: str
     cache_salt: str
     adapter: str
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., ttl_s: _Optional[float] = ..., job_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., ttl_s: _Optional[float] = ..., job_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class PinResponse(_message.Message):
     __slots__ = ("pin",)
@@ -305,16 +307,18 @@ class PinResponse(_message.Message):
     def __init__(self, pin: _Optional[_Union[PinInfo, _Mapping]] = ...) -> None: ...
 
 class PinInfo(_message.Message):
-    __slots__ = ("pin_id", "num_blocks", "remaining_ms", "job_id")
+    __slots__ = ("pin_id", "num_blocks", "remaining_ms", "job_id", "tenant")
     PIN_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     pin_id: str
     num_blocks: int
     remaining_ms: int
     job_id: str
-    def __init__(self, pin_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., remaining_ms: _Optional[int] = ..., job_id: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, pin_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., remaining_ms: _Optional[int] = ..., job_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("pin_id", "job_id")

@@ -217,8 +217,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Pin promises not to evict the blocks of a sequence before a time.
-        Not served yet.
+        """Pin keeps the cached blocks of a sequence from being evicted before a time. Pins are given up where an
+        engine could compute nothing otherwise.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -226,7 +226,6 @@ class AdminServiceServicer:
 
     def Release(self, request, context):
         """Release releases pins.
-        Not served yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -234,7 +233,6 @@ class AdminServiceServicer:
 
     def ListPins(self, request, context):
         """ListPins lists the pins of an engine.
-        Not served yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
