@@ -183,7 +183,7 @@ class OpenRequest:
         # Break reference cycles: only a full garbage collection frees them, and if there are many, it stops
         # all streams for 30 to 100 ms.
         for state in self.states:
-            state.on_lost = state.on_output = None
+            state.on_lost = state.on_output = state.on_ended = None
         self._collector.close()
 
 
@@ -364,7 +364,7 @@ def _routing(request: AnyRequest, prepared: Prepared) -> RoutingRequest:
     return RoutingRequest(
         num_prompt_tokens=len(prepared.prompt.token_ids),
         num_requests=len(prepared.entries),
-        session_id=request.session_id,
+        session_id=request.session_id or prepared.prompt.session_id,
         # Token ids at positions of tensors do not show whether two prompts have a common prefix.
         prefix_hash=b"" if prepared.prompt.tensors else prefix_hash(prepared.prompt.token_ids),
         slot=prepared.prompt.slot,

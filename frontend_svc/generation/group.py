@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from collections.abc import Callable
 
 from frontend_svc.engines.adoption.takeover import AdoptedRequest
@@ -19,7 +21,7 @@ from frontend_svc.text.prompt import Prompt
 from frontend_svc.text.stop_strings import StopBuffer
 from frontend_svc.text.tokenize.id_column import id_column
 from triptych.api.v1 import chat_message_pb2
-from triptych.engine.v1 import add_pb2, engine_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2
 from triptych_kit.clock import Clock
 from triptych_kit.errors import ServiceError
 
@@ -39,11 +41,15 @@ class SamplingGroup:
     ) -> None:
         self.states = states
         self.handles: list[int] = []  # in the engine it was sent to last
+        self._client: EngineClient | None = None  # that engine
+        self._handle_of: dict[RequestState, int] = {}
         self._prepared = prepared
         self._caller = caller
         self._trace = trace
         self._clock = clock
         self._arrived_at = arrived_at
+        if prepared.prompt.hint_of is not None:
+            self._hint_ends(prepared.prompt.hint_of)
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -58,6 +64,8 @@ class SamplingGroup:
         """Continue a request that runs in an engine already. An output missing in `adopted` has ended."""
         client, outputs = adopted.client, adopted.outputs
         self.handles[:] = [adoptee.handle for adoptee in outputs.values()]
+        self._client = client
+        self._handle_of = {self.states[index]: adoptee.handle for index, adoptee in outputs.items()}
         for index, state in enumerate(self.states):
             state.on_output = on_output
             state.times.begin(adopted.num_attempts - 1, client.engine_id)
@@ -90,6 +98,7 @@ class SamplingGroup:
             entries.append(sent)
             states.append(state)
         self.handles[:] = client.requests.add(entries, states, self._prepared.prompt.tensors)
+        self._client, self._handle_of = client, dict(zip(states, self.handles, strict=True))
 
     def withdraw(self, client: EngineClient) -> None:
         if len(self.handles) > 1:
@@ -107,6 +116,18 @@ class SamplingGroup:
 
     def remaining_s(self) -> float | None:
         return self._caller.remaining_s()
+
+    def _hint_ends(self, hint_of: Callable[[str | None], session_pb2.FinishHint]) -> None:
+        """Have the engine know what each output calls, once it has ended."""
+
+        def on_ended(state: RequestState, called: str | None) -> None:
+            handle = self._handle_of.get(state)
+            if self._client is not None and handle is not None:
+                # Behind the abort of an output that a stop string has ended, which is sent in this turn.
+                asyncio.get_running_loop().call_soon(self._client.requests.hint, handle, hint_of(called))
+
+        for state in self.states:
+            state.on_ended = functools.partial(on_ended, state)
 
 
 def make_states(

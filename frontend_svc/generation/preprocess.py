@@ -101,6 +101,7 @@ async def prepare(request: AnyRequest, prompt: Prompt, model: ServedModel, calle
         texts,
         opens_reasoning=prompt.opens_reasoning,
         may_open_reasoning=prompt.may_open_reasoning,
+        scoped=caller.scoped,
     )
     entry = _entry(request, token_ids, caller)
     for option in OPTIONS:

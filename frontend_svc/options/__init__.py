@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from frontend_svc.options.adapter import Adapter
 from frontend_svc.options.hidden_states import HiddenStates
+from frontend_svc.options.job import Job
 from frontend_svc.options.logprobs import SampledLogprobs
 from frontend_svc.options.option import RequestOption
 from frontend_svc.options.passed_on import PassedOn
@@ -22,6 +23,7 @@ from frontend_svc.options.token_rules import TokenRules
 OPTIONS: tuple[RequestOption, ...] = (
     PromptEmbeddings(),
     Adapter(),
+    Job(),
     SamplingLimits(),
     PassedOn(),
     Penalties(),

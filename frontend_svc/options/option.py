@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -15,7 +15,7 @@ from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.tokenize.token_text import TokenTexts
 from triptych.api.v1 import chat_message_pb2, generate_pb2, model_pb2
-from triptych.engine.v1 import add_pb2
+from triptych.engine.v1 import add_pb2, session_pb2
 from triptych_kit.errors import Unimplemented
 
 # Both have the same fields for sampling and placement.
@@ -40,6 +40,10 @@ class PreparedPrompt:
     slot: the digest of the variant that an engine should have in a slot.
     needs: what an engine must have beside what the request alone says.
     client_fields: names of the client for fields of the ADD that an engine may refuse, where they differ.
+    session_id: of requests that should be at one engine, where the request has none itself.
+    scoped: makes of a name of the client's one that no other tenant means.
+    hint_of: what the engine gets to know of an output that has ended by itself, from the name of the first
+    tool that it calls; "": it calls none; None: not known. None: nothing.
     """
 
     field_name: str
@@ -57,6 +61,9 @@ class PreparedPrompt:
     slot: str = ""
     needs: list[EngineNeed] = field(default_factory=list)
     client_fields: dict[str, str] = field(default_factory=dict)
+    session_id: str = ""
+    scoped: Callable[[str], str] = str
+    hint_of: Callable[[str | None], session_pb2.FinishHint] | None = None
 
 
 class RequestOption(Protocol):

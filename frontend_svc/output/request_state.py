@@ -15,7 +15,7 @@ from frontend_svc.output.logprobs import LogprobColumns, LogprobReader
 from frontend_svc.output.loss import Loss, LossKind
 from frontend_svc.output.output_text import OutputText
 from frontend_svc.parsers.message import MessageParser
-from frontend_svc.parsers.parser import Piece
+from frontend_svc.parsers.parser import Piece, ToolCallPiece
 from frontend_svc.text.detokenizer import Detokenizer
 from frontend_svc.text.stop_strings import StopBuffer
 from triptych.engine.v1 import step_pb2
@@ -45,6 +45,9 @@ class TokenMeter(Protocol):
     def note_tokens(self, num_tokens: int, now_ns: int, before_ns: int) -> None: ...
 
 
+_BY_ITSELF = frozenset({EndReason.STOP, EndReason.LENGTH, EndReason.REPETITION})
+
+
 class RequestState:
     """One request in flight, output `index` of its collector.
 
@@ -52,12 +55,14 @@ class RequestState:
 
     on_lost: called if its engine is lost, or refuses it and another may not; the state can then continue.
     on_output: called once, at the next tokens, or at an end that no client has caused.
+    on_ended: called when the output has ended by itself, with the name of the first tool that it calls; "":
+    it calls none; None: its calls are not parsed.
     """
 
     __slots__ = (
-        "_extras", "_index", "_logprobs", "_text", "collector", "detokenize_ns", "ending",
-        "first_output_at_ns", "is_continued", "last_output_at_ns", "meter", "on_lost", "on_output",
-        "output_token_ids", "times",
+        "_called", "_extras", "_index", "_logprobs", "_text", "collector", "detokenize_ns", "ending",
+        "first_output_at_ns", "is_continued", "last_output_at_ns", "meter", "on_ended", "on_lost",
+        "on_output", "output_token_ids", "times",
     )  # fmt: skip
 
     def __init__(
@@ -86,6 +91,7 @@ class RequestState:
                 min_tokens=min_tokens,
             )
         self._index = index
+        self._called = "" if parser is not None and parser.finds_calls else None
         self._logprobs = logprobs
         self._extras = _Extras(readers)
         self.output_token_ids = array("I")
@@ -94,6 +100,7 @@ class RequestState:
         self.is_continued = False  # whether its group began on an engine that was lost
         self.on_lost: Callable[[LossKind, ServiceError], None] | None = None
         self.on_output: Callable[[], None] | None = None
+        self.on_ended: Callable[[str | None], None] | None = None
         self.meter: TokenMeter | None = None
         self.detokenize_ns = 0
         self.first_output_at_ns = 0
@@ -159,7 +166,18 @@ class RequestState:
         ):
             on_output, self.on_output = self.on_output, None
             on_output()
+        if self.on_ended is not None:
+            self._note_calls(self.on_ended, parts or (), ending)
         return ending
+
+    def _note_calls(
+        self, on_ended: Callable[[str | None], None], parts: Sequence[Piece], ending: Ending | None
+    ) -> None:
+        if self._called == "":
+            names = (part.name for part in parts if isinstance(part, ToolCallPiece))
+            self._called = next(filter(None, names), "")
+        if ending is not None and ending.reason in _BY_ITSELF:
+            on_ended(self._called)
 
     def note_cached(self, num_cached_tokens: int) -> None:
         # For a request that was moved, the value of the first engine is kept.

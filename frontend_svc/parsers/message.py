@@ -23,6 +23,10 @@ class MessageParser:
         self._tools = tools
 
     @property
+    def finds_calls(self) -> bool:
+        return self._tools is not None
+
+    @property
     def num_calls(self) -> int:
         """Number of complete calls."""
         return 0 if self._tools is None else self._tools.num_calls

@@ -156,6 +156,8 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         self.heartbeat = session_pb2.Heartbeat(state=session_pb2.ENGINE_STATE_READY)
         self.num_heartbeats = 0  # since the newest session
         self.goodbyes: list[str] = []
+        self.hints: list[session_pb2.FinishHint] = []
+        self.received: list[str | None] = []  # kinds of messages after the hello
         self.address = ""
         self._server: grpc.aio.Server | None = None
         self._changed = asyncio.Event()
@@ -293,6 +295,7 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
 
     async def _read(self, session: FakeSession, messages: AsyncIterator[engine_pb2.ConnectRequest]) -> None:
         async for message in messages:
+            self.received.append(message.WhichOneof("message"))
             for entry in message.add.entries:
                 request = FakeRequest(session, entry)
                 self.requests.append(request)
@@ -303,6 +306,8 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                 self._adopt(session, wanted)
             if message.HasField("utility"):
                 self._call(session, message.utility)
+            if message.HasField("finish_hint"):
+                self.hints.append(message.finish_hint)
             for request in self.requests:
                 if request.session is session and request.handle in message.abort.handles:
                     request.abort_reason = message.abort.reason

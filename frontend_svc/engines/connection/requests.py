@@ -17,7 +17,7 @@ from frontend_svc.output.processor import OutputProcessor, Receiver
 from frontend_svc.tensors.sender import TensorSender
 from frontend_svc.tensors.wire_tensor import WireTensor
 from frontend_svc.text.tokenize.id_column import ID_BYTES
-from triptych.engine.v1 import add_pb2, engine_pb2, step_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2, step_pb2
 from triptych_kit.errors import from_status
 
 logger = logging.getLogger(__name__)
@@ -104,6 +104,11 @@ class EngineRequests:
         running = [handle for handle in handles if self._processor.end(handle, Ending(EndReason.ABORT))]
         if running:
             self._send_abort(running, engine_pb2.ABORT_REASON_CLIENT)
+
+    def hint(self, handle: int, hint: session_pb2.FinishHint) -> None:
+        """Send what an output that has ended calls. Without a stream it is of no use."""
+        hint.handle = handle
+        self._connection.send(engine_pb2.ConnectRequest(finish_hint=hint))
 
     async def on_step(self, step: step_pb2.Step) -> None:
         """Pass a step to its readers, a few at a time: all of them at once would block the event loop."""
