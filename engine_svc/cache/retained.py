@@ -1,9 +1,9 @@
-"""Blocks that stay allocated after the requests that computed them, in lots by key. Knows no time and no reason."""
+"""Blocks that stay allocated after the requests that computed them, by key. Knows no time and no reason."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from engine_svc.cache.block_pool import BlockPool
 
@@ -11,7 +11,7 @@ from engine_svc.cache.block_pool import BlockPool
 class RetainedBlocks:
     """Lots of blocks, each under a key. A block may be in several lots, and requests may hold it as well.
 
-    version: grows with every change.
+    version: grows with every change.  on_change: gets the key, and its blocks or None if they were released.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -19,6 +19,7 @@ class RetainedBlocks:
         self._lots: dict[str, list[int]] = {}
         self._num_lots: Counter[int] = Counter()  # by block
         self.version = 0
+        self.on_change: Callable[[str, Sequence[int] | None], None] = lambda key, block_ids: None
 
     def __contains__(self, key: str) -> bool:
         return key in self._lots
@@ -51,6 +52,7 @@ class RetainedBlocks:
         self._lots[key] = list(block_ids)
         self._num_lots.update(block_ids)
         self.version += 1
+        self.on_change(key, block_ids)
 
     def release(self, key: str) -> int:
         """Release a lot; returns how many of its blocks are in no other."""
@@ -61,4 +63,5 @@ class RetainedBlocks:
         for block_id in gone:
             del self._num_lots[block_id]
         self.version += 1
+        self.on_change(key, None)
         return len(gone)

@@ -34,6 +34,8 @@ class State:
     waiting: Sequence[str]
     free_blocks: int
     gpu_cached_blocks: int
+    pinned_job_ids: Sequence[str] = ()  # keys of the blocks that are retained
+    pinned_blocks: int = 0
 
     @property
     def num_items(self) -> int:
@@ -97,24 +99,27 @@ def snapshot(step: int, at: float, state: State, setup: Setup, events: Sequence[
         "cpu_free_blocks": 0,
         "cpu_total_blocks": 0,
         "cpu_cached_blocks": 0,
-        "num_pinned": 0,
-        "pinned_blocks": 0,
-        "pinned_job_ids": [],
+        "num_pinned": len(state.pinned_job_ids),
+        "pinned_blocks": state.pinned_blocks,
+        "pinned_job_ids": list(state.pinned_job_ids),
         "max_num_running_reqs": setup.scheduler.max_num_seqs,
         "max_num_scheduled_tokens": setup.scheduler.max_num_batched_tokens,
         "events": events,
     }
 
 
-def prefix_cache_events(plan: StepPlan) -> list[Record]:
-    """A record for each request that is admitted: how many of its tokens need not be computed."""
+def prefix_cache_events(plan: StepPlan, jobs: Mapping[str, str]) -> list[Record]:
+    """A record for each request that is admitted: how many of its tokens need not be computed.
+
+    jobs: of requests that have one, by id.
+    """
     computed = dict(zip(plan.request_ids, plan.num_computed_tokens, strict=True))
     return [
         {
             "kind": PREFIX_CACHE,
             "step": plan.step_number,
             "req_id": admitted.request_id,
-            "job_id": None,
+            "job_id": jobs.get(admitted.request_id),
             "local_hit_tokens": computed[admitted.request_id],
             "external_hit_tokens": 0,
             "total_prompt_tokens": admitted.num_prompt_tokens,
@@ -166,6 +171,7 @@ def request_record(request: Request) -> Record:
         "priority": request.priority,
         "account": request.account,
         "weight": request.weight,
+        "job": request.job,
         "arrival_time": request.arrival_at,
         "cache_salt": request.cache_salt or None,
         "extra_keys": list(request.extra_keys),
@@ -193,6 +199,7 @@ def read_request(record: Record) -> Request:
         priority=record["priority"],
         account=record.get("account", ""),
         weight=record.get("weight", 1),
+        job=record.get("job", ""),
         arrival_at=record["arrival_time"],
         cache_salt=record["cache_salt"] or "",
         extra_keys=tuple(record.get("extra_keys", ())),

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.core.errors import InvalidTransition
-from engine_svc.core.extras import Extras
+from engine_svc.core.extras import Extra, Extras
 from engine_svc.core.request import FinishReason, Request, RequestOutput, Verdict
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.sched_trace.records import (
@@ -28,6 +28,7 @@ from engine_svc.features.sched_trace.records import (
     read_request,
     read_verdict,
 )
+from engine_svc.features.sched_trace.retention import RecordedRetention
 from engine_svc.features.sched_trace.scheduler import TracedScheduler
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.feature import SchedulerFeature
@@ -35,7 +36,7 @@ from engine_svc.scheduler.scheduler import Scheduler
 
 # What a replay takes from a record and does not compare. A killed run may end with a snapshot whose step is
 # missing.
-GIVEN = ("at", "events", "trace")
+GIVEN = ("at", "events", "retention", "trace")
 
 
 class BadTrace(ValueError):
@@ -123,7 +124,9 @@ class Playback:
             raise BadTrace(f"the format of the trace is {header.get('format')}, this version reads {FORMAT}")
         setup = Setup.read(header["config"])
         self._verdicts = _RecordedVerdicts()
-        core = build(setup, [self._verdicts])
+        self._retention = RecordedRetention()
+        core = build(setup, [self._verdicts, self._retention])
+        self._retention.retained = core.kv_cache.retained
         self.run = Run(setup, str(header.get("version", "")))
         self._recorded: deque[Record] = deque()  # of the file, not compared yet
         self._collector = _Collector()
@@ -140,13 +143,17 @@ class Playback:
             while self._step < record["step"] - 1 and not self._schedule(record["at"]):
                 continue
             for event in record["events"]:
+                self._retention.take(event.get("retention", ()))
                 self._apply(event)
+                # A reset has released blocks by itself.
+                self._retention.take(())
         elif kind == PREFIX_CACHE:
             self.run.num_hits += record["local_hit_tokens"] > 0
             self.run.num_hit_tokens += record["local_hit_tokens"]
         elif kind == DECISION:
             self.run.num_steps += 1
             self.run.num_preemptions += len(record["preempted_req_ids"])
+            self._retention.take(record.get("retention", ()))
             self._schedule(self._recorded[0]["at"])
             self._compare()
         else:
@@ -188,6 +195,10 @@ class Playback:
             case "withdraw":
                 self._plans.clear()
                 scheduler.withdraw(at)
+            case "idle":
+                scheduler.on_idle(at)
+            case "note":
+                scheduler.note(event["id"], NO_NOTE, at)
             case "restrict":
                 scheduler.restrict(event["only"], at, event["max_num_tokens"])
             case "update":
@@ -218,6 +229,10 @@ class Playback:
         if self.run.difference is None and encode(recorded) != encode(replayed):
             step = self._recorded[0]["step"]
             self.run.difference = f"step {step}: {what} is {encode(replayed)} instead of {encode(recorded)}"
+
+
+# In the place of what a frontend has said, of which no feature is there.
+NO_NOTE = Extra()
 
 
 class _RecordedVerdicts(SchedulerFeature):

@@ -27,6 +27,7 @@ from engine_svc.features.sched_trace.records import (
     snapshot,
     verdict_record,
 )
+from engine_svc.features.sched_trace.retention import Change, FeatureCalls
 from engine_svc.loop.protocols import EngineScheduler
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
@@ -63,7 +64,7 @@ class RecordSink(Protocol):
     def close(self) -> None: ...
 
 
-class SchedTrace(SchedulerFeature):
+class SchedTrace(FeatureCalls):
     """Puts a `TracedScheduler` between the loop and the scheduler."""
 
     def __init__(self, setup: Setup, clock: Clock, sink: RecordSink) -> None:
@@ -81,6 +82,11 @@ class SchedTrace(SchedulerFeature):
     def wrap(self, scheduler: EngineScheduler, kv_cache: KVCache) -> EngineScheduler:
         self._traced = TracedScheduler(scheduler, kv_cache, self._setup, self._header, self._sink)
         return self._traced
+
+    def enter(self, call: str) -> bool:
+        if self._traced is not None:
+            self._traced.call = call
+        return False
 
     def close(self) -> None:
         if self._traced is not None:
@@ -106,6 +112,10 @@ class TracedScheduler:
         self._num_items = 0  # ids and tokens in them
         self._admitted: set[str] = set()  # requests that have been admitted before
         self._judged: dict[str, Request] = {}  # those that a feature may end
+        self._jobs: dict[str, str] = {}  # of requests that have one
+        self._changes: list[Change] = []  # of what is retained, not recorded yet
+        self.call = ""  # of a feature, in which they happen
+        kv_cache.retained.on_change = self._note_change
         self._step = 0  # of the last decision
         self._now = 0.0
 
@@ -131,6 +141,8 @@ class TracedScheduler:
             self._note({"op": "add", "request": request_record(request)}, request.num_tokens)
             if request.needs_verdict:
                 self._judged[request.request_id] = request
+            if request.job:
+                self._jobs[request.request_id] = request.job
 
     def unblock(self, request_id: str, name: str) -> None:
         self._scheduler.unblock(request_id, name)
@@ -151,6 +163,8 @@ class TracedScheduler:
 
     def note(self, request_id: str, note: Extra, now: float) -> None:
         self._scheduler.note(request_id, note, now)
+        if self._changes:
+            self._note({"op": "note", "at": now, "id": request_id}, 1)
 
     def set_pause(self, state: PauseState) -> None:
         self._scheduler.set_pause(state)
@@ -172,7 +186,10 @@ class TracedScheduler:
         self._note(event, len(ids or ()))
 
     def on_idle(self, now: float) -> float | None:
-        return self._scheduler.on_idle(now)
+        due_at = self._scheduler.on_idle(now)
+        if self._changes:
+            self._note({"op": "idle", "at": now}, 1)
+        return due_at
 
     def schedule(self, now: float) -> StepPlan:
         if not self._sink.is_open:
@@ -180,7 +197,7 @@ class TracedScheduler:
         state = self._state()
         plan = self._scheduler.schedule(now)
         self._step, self._now = plan.step_number, now
-        if self._events or plan.request_ids or plan.preempted:
+        if self._events or self._changes or plan.request_ids or plan.preempted:
             self._put_step(plan, state)
         return plan
 
@@ -222,6 +239,8 @@ class TracedScheduler:
             self._scheduler.waiting_ids,
             self._kv_cache.num_free_blocks,
             self._kv_cache.pool.num_cached_keys,
+            list(self._kv_cache.retained),
+            self._kv_cache.retained.num_blocks,
         )
 
     def _note_outputs(self, event: Record, outputs: Sequence[RequestOutput], num_items: int) -> None:
@@ -230,16 +249,28 @@ class TracedScheduler:
             if output["finish"] is not None:
                 self._admitted.discard(output["id"])
                 self._judged.pop(output["id"], None)
+                self._jobs.pop(output["id"], None)
         self._note(event, num_items)
 
     def _note(self, event: Record, num_items: int) -> None:
+        changes = self._take_changes()
         if not self._sink.is_open:
             self._events = []
             return
-        self._events.append(event)
+        self._events.append(event | changes)
         self._num_items += num_items
         if len(self._events) >= MAX_EVENTS or self._num_items >= MAX_ITEMS:
             self._put_snapshot()
+
+    def _note_change(self, key: str, block_ids: Sequence[int] | None) -> None:
+        if not self._sink.is_open:
+            return
+        self._changes.append([self.call, key, None if block_ids is None else list(block_ids)])
+        self._num_items += 1 + len(block_ids or ())
+
+    def _take_changes(self) -> Record:
+        changes, self._changes = self._changes, []
+        return {"retention": changes} if changes else {}
 
     def _put_snapshot(self) -> None:
         """Put a snapshot that is followed by no decision."""
@@ -252,11 +283,13 @@ class TracedScheduler:
         admitted = [entry.request_id for entry in plan.admitted]
         resumed = self._admitted.intersection(admitted)
         self._admitted.update(admitted)
-        free_blocks = self._kv_cache.num_free_blocks
+        free_blocks, changes = self._kv_cache.num_free_blocks, self._take_changes()
+        jobs = {name: self._jobs[name] for name in admitted if name in self._jobs}
 
         def make_records() -> list[Record]:
             # A plan does not change any more.
-            return [make_snapshot(), *prefix_cache_events(plan), decision(plan, resumed, free_blocks)]
+            decided = decision(plan, resumed, free_blocks) | changes
+            return [make_snapshot(), *prefix_cache_events(plan, jobs), decided]
 
         num_tokens = sum(len(entry.token_ids) for entry in plan.admitted)
         self._put(make_records, state.num_items + num_tokens + 4 * len(plan.request_ids))

@@ -23,6 +23,7 @@ from tests.engine_svc.features.sched_trace.tracing import (
     CACHE,
     SCHEDULER,
     SETUP,
+    Keeper,
     OddEnds,
     Tracing,
     Traffic,
@@ -92,6 +93,37 @@ def test_ends_by_features_replay_without_them(setup: Setup):
         (reason, is_whole) for reason in ("stop", "error") for is_whole in (True, False)
     }
     assert replayed(records).difference is None
+
+
+@pytest.mark.parametrize("name", ["fcfs", "continuum", "continuum, in flight"])
+def test_what_is_retained_replays_without_the_feature_that_retains_it(name: str):
+    setup = replace(SETUPS[name], cache=replace(CACHE, num_blocks=18))
+    seen: Counter[str] = Counter()
+    for seed in range(6):
+        keeper = Keeper()
+        tracing = Tracing(setup, [keeper])
+        Traffic(tracing, setup.scheduler, seed).run(300)
+        records = tracing.end()
+        assert replayed(records).difference is None
+        seen += keeper.seen
+        seen["snapshot"] += sum(record.get("num_pinned", 0) for record in records)
+    causes = ("step", "plan", "note", "pressure", "exhausted", "reset", "finish", "snapshot")
+    assert {cause for cause in causes if not seen[cause]} == set()
+
+
+def test_a_record_names_the_job_of_a_request_and_those_whose_blocks_are_retained():
+    keeper = Keeper()
+    tracing = Tracing(SETUP, [keeper])
+    turn = request("r0", num_tokens=9, max_tokens=1)
+    turn.job = "a"
+    tracing.scheduler.add(turn)
+    tracing.step(1.0)
+    tracing.scheduler.add(request("r1", num_tokens=9))
+    tracing.step(1.5)
+    assert [record["job_id"] for record in tracing.of(PREFIX_CACHE)] == ["a", None]
+    snapshot = tracing.of(SNAPSHOT)[-1]
+    retained = (snapshot["num_pinned"], snapshot["pinned_blocks"], snapshot["pinned_job_ids"])
+    assert retained == (1, 2, ["a"])
 
 
 def _num_hits(tracing: Tracing) -> int:

@@ -11,13 +11,15 @@ from engine_svc.build.engine import Core, build_core
 from engine_svc.build.features import replayed_features
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
-from engine_svc.core.extras import Extras
+from engine_svc.cache.kv_cache import KVCache
+from engine_svc.core.extras import Extra, Extras
 from engine_svc.core.request import FinishReason, Request, RequestOutput, Verdict
 from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.sched_trace.records import Record, Setup, encode
 from engine_svc.features.sched_trace.replay import Run, replay
 from engine_svc.features.sched_trace.scheduler import SchedTrace
+from engine_svc.loop.protocols import EngineScheduler
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from engine_svc.scheduler.feature import SchedulerFeature
 from triptych_kit.clock import FakeClock
@@ -40,6 +42,63 @@ class OddEnds(SchedulerFeature):
             return None
         reason = (FinishReason.STOP, FinishReason.ERROR)[token % 2]
         return Verdict(reason, None if token < 18 else len(output.new_token_ids) - 1)
+
+
+class Keeper(SchedulerFeature):
+    """Retains blocks of some requests for a while, under the keys of their jobs, and gives some up."""
+
+    def __init__(self) -> None:
+        self._kv_cache: KVCache | None = None
+        self._until: dict[str, float] = {}
+        self._now = 0.0
+        self.seen: Counter[str] = Counter()
+
+    def wrap(self, scheduler: EngineScheduler, kv_cache: KVCache) -> EngineScheduler:
+        self._kv_cache = kv_cache
+        return scheduler
+
+    def on_step(self, now: float) -> float | None:
+        self._now = now
+        for key in [key for key, until in self._until.items() if until <= now]:
+            self._release(key, "step")
+        return None
+
+    def on_plan(self, plan: StepPlan) -> None:
+        if plan.step_number % 7 == 0:
+            self._release_first("plan")
+
+    def on_note(self, request_id: str, note: Extra, now: float) -> None:
+        self._release_first("note")
+
+    def on_pressure(self) -> bool:
+        return int(self._now) % 2 == 0 and self._release_first("pressure")
+
+    def on_exhausted(self) -> bool:
+        return self._release_first("exhausted")
+
+    def on_reset(self) -> None:
+        self.seen["reset"] += len(self._until)
+        self._until.clear()
+
+    def on_finish(self, request: Request) -> None:
+        if self._kv_cache is None or not request.job or len(request.token_ids) % 4 == 0:
+            return
+        if request.job in self._until:
+            self._release(request.job, "finish")
+        if self._kv_cache.retain(request.job, request, request.num_tokens):
+            self._until[request.job] = self._now + len(request.token_ids) % 7
+
+    def _release_first(self, cause: str) -> bool:
+        key = next(iter(self._until), None)
+        if key is not None:
+            self._release(key, cause)
+        return key is not None
+
+    def _release(self, key: str, cause: str) -> None:
+        assert self._kv_cache is not None
+        del self._until[key]
+        self._kv_cache.retained.release(key)
+        self.seen[cause] += 1
 
 
 def build(setup: Setup, features: Sequence[SchedulerFeature] = ()) -> Core:
@@ -70,8 +129,10 @@ class Tracing:
         self.records: list[Record] = []
         self.num_items: list[int] = []
         self.is_open = True
-        self.core = build(setup, features)
         self.feature = SchedTrace(setup, FakeClock(), self)
+        self.core = build(setup, [self.feature, *features])
+        for feature in features:
+            feature.wrap(self.core.scheduler, self.core.kv_cache)
         self.scheduler = self.feature.wrap(self.core.scheduler, self.core.kv_cache)
 
     def put(self, make_records: Callable[[], Sequence[Record]], num_items: int) -> None:
@@ -123,6 +184,9 @@ class Traffic:
         for _ in range(num_steps):
             self._now += self._rng.random()
             self._command()
+            if self._rng.random() < 0.1:
+                self._scheduler.on_idle(self._now)
+                self._scheduler.note("unknown", Extra(), self._now)
             plan = self._scheduler.schedule(self._now)
             self.seen["preempted"] += len(plan.preempted)
             if plan.request_ids:
@@ -189,6 +253,7 @@ class Traffic:
             priority=rng.randrange(3),
             account=rng.choice(("", "a", "b")),
             weight=rng.choice((1, 3)),
+            job=f"job {self._num_added % 4}" if self._num_added % 3 else "",
             arrival_at=rng.random() * 10,
             cache_salt=rng.choice(("", "", "", "salt")),
             extra_keys=rng.choice(((), (), ("adapter",))),
