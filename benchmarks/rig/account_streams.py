@@ -85,7 +85,7 @@ class Account:
 
 @dataclass(slots=True)
 class Counters:
-    """num_begun: since it was told how many to keep."""
+    """num_begun: streams answered since the number to keep was set."""
 
     num_tokens: int = 0
     num_begun: int = 0
