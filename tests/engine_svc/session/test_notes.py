@@ -70,7 +70,7 @@ async def test_what_is_said_of_a_request_after_its_end_is_passed_on_once():
 
 async def test_of_a_request_that_runs_nothing_is_said_before_it_is_aborted():
     async with listening() as (rig, client, listener):
-        await added(rig, client, make_entry(1, max_tokens=30), hold_at=1)
+        await added(rig, client, make_entry(1, max_tokens=30), hold_at=2)
         await say(client, 1, "too early")
         await client.abort(1)
         for name in "first", "second":
