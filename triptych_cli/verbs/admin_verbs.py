@@ -268,7 +268,7 @@ def adapters(context: typer.Context, as_json: Json = False) -> None:
 
 @admin.command()
 def pins(context: typer.Context, as_json: Json = False) -> None:
-    """Print the KV blocks that an engine keeps for jobs, one pin per line."""
+    """Print an engine's pins of KV blocks, one per line."""
     from triptych.engine.v1 import utility_pb2
 
     _make(context, utility_pb2.UtilityCall(list_pins=utility_pb2.ListPinsCall()), as_json=as_json)
