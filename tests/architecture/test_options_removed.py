@@ -20,6 +20,7 @@ ASKED = {
     for option in OPTIONS
 } | {
     "adapter": "prompt: 'x' adapter: 'cook'",
+    "job": "prompt: 'x' job_id: 'j'",
     "hidden_states": "prompt: 'x' return_hidden_states: true",
     "routed_experts": "prompt: 'x' return_routed_experts: true",
     "token_rules": "prompt: 'x' sampling { bad_words: 'cat' }",
