@@ -16,6 +16,11 @@ PLACEHOLDER_BLOCK_ID = 0
 _HASH_BYTES = 32
 
 
+def held_blocks(block_ids: Iterable[int]) -> list[int]:
+    """The block ids of a table, without placeholders."""
+    return [block_id for block_id in block_ids if block_id != PLACEHOLDER_BLOCK_ID]
+
+
 def content_key(block_hash: bytes, group: int) -> bytes:
     """The key of a cached block: the hash of its content, and the group of layers whose KV it has."""
     return block_hash + bytes((group,)) if group else block_hash

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from engine_svc.cache.attention import NEVER
 from engine_svc.cache.block_hash import BlockHasher
-from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID, BlockPool, content_key
+from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID, BlockPool, content_key, held_blocks
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.observer import CacheObserver, StoredBlocks
 from engine_svc.cache.prefix import PrefixFinder, PrefixHit
@@ -215,7 +215,7 @@ class KVCache:
         num_written_tokens = request.num_computed_tokens - num_withdrawn_tokens
         for kind, table in zip(self._kinds, request.block_tables, strict=False):
             # The tail is freed first: a later request is more likely to share the head of this prefix.
-            self.pool.release(_held(reversed(table.block_ids)))
+            self.pool.release(held_blocks(reversed(table.block_ids)))
             if num_withdrawn_tokens:
                 first = num_written_tokens // kind.block_size
                 self.pool.forget(table.block_ids[first : table.num_registered])
@@ -237,7 +237,7 @@ class KVCache:
         Returns them for `release_held`, in the order of their release.
         """
         block_ids = [
-            block_id for table in request.block_tables for block_id in _held(reversed(table.block_ids))
+            block_id for table in request.block_tables for block_id in held_blocks(reversed(table.block_ids))
         ]
         self.pool.hold(block_ids)
         return block_ids
@@ -254,7 +254,7 @@ class KVCache:
         block_ids = []
         for kind, table in zip(self._kinds, request.block_tables, strict=False):
             end = min(num_tokens // kind.block_size, table.num_registered)
-            block_ids += _held(reversed(table.block_ids[:end]))
+            block_ids += held_blocks(reversed(table.block_ids[:end]))
         if block_ids:
             self.retained.add(key, block_ids)
         return len(block_ids)
@@ -323,7 +323,7 @@ class KVCache:
             taken_over = hit.block_ids[group] if hit.block_ids else []
             num_wanted += max(0, num_blocks - max(num_unread, len(taken_over)))
             # A matched block without a holder leaves the free list as well.
-            num_wanted += self.pool.count_free(_held(taken_over[num_unread:]))
+            num_wanted += self.pool.count_free(held_blocks(taken_over[num_unread:]))
         return num_wanted
 
     def _count_lookup(self, request: Request, hit: PrefixHit) -> None:
@@ -383,7 +383,7 @@ class KVCache:
             first = table.num_released
             if end <= first:
                 continue
-            self.pool.release(_held(reversed(table.block_ids[first:end])))
+            self.pool.release(held_blocks(reversed(table.block_ids[first:end])))
             table.block_ids[first:end] = [PLACEHOLDER_BLOCK_ID] * (end - first)
             table.num_released = end
 
@@ -423,8 +423,3 @@ class KVCache:
         stored = StoredBlocks(hashes, parent, token_ids, block_size, group, request.variant)
         for observer in self.pool.observers:
             observer.on_store(stored)
-
-
-def _held(block_ids: Iterable[int]) -> list[int]:
-    """The block ids of a table, without placeholders."""
-    return [block_id for block_id in block_ids if block_id != PLACEHOLDER_BLOCK_ID]

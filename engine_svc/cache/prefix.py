@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from engine_svc.cache.attention import AttentionKind, CachedBlock, ChunkedLocal, FullAttention
 from engine_svc.cache.block_hash import BlockHasher
-from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID, BlockPool, content_key
+from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID, BlockPool, content_key, held_blocks
 from engine_svc.core.request import Request
 
 
@@ -23,12 +23,7 @@ class PrefixHit:
     @property
     def held_block_ids(self) -> list[int]:
         """The blocks of all groups without placeholders, in the order of their release."""
-        return [
-            block_id
-            for block_ids in self.block_ids
-            for block_id in reversed(block_ids)
-            if block_id != PLACEHOLDER_BLOCK_ID
-        ]
+        return [block_id for block_ids in self.block_ids for block_id in held_blocks(reversed(block_ids))]
 
 
 @dataclass(slots=True, eq=False)

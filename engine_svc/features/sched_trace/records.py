@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from engine_svc.cache.attention import AttentionKind, ChunkedLocal, FullAttention, SlidingWindow
-from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID
+from engine_svc.cache.block_pool import held_blocks
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.request import ContentSpan, FinishReason, Request, RequestOutput, Verdict
 from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
@@ -137,9 +137,7 @@ def decision(plan: StepPlan, resumed: Collection[str], free_blocks: int) -> Reco
     names = plan.request_ids
     blocks = {}
     for name, new in zip(names, plan.new_block_ids, strict=True):
-        hit = [
-            [number for number in group if number != PLACEHOLDER_BLOCK_ID] for group in admitted.get(name, ())
-        ]
+        hit = [held_blocks(group) for group in admitted.get(name, ())]
         if any(new) or any(hit):
             blocks[name] = {"hit": hit or [[] for _ in new], "new": new or [[] for _ in hit]}
     drafts = zip(names, plan.draft_token_ids, strict=True)
