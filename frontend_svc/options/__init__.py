@@ -6,7 +6,7 @@ An option that changes the prompt comes first, as the others are checked against
 from __future__ import annotations
 
 from frontend_svc.options.adapter import Adapter
-from frontend_svc.options.hidden_states import HiddenStates
+from frontend_svc.options.forward_outputs import FORWARD_OUTPUTS
 from frontend_svc.options.job import Job
 from frontend_svc.options.logprobs import SampledLogprobs
 from frontend_svc.options.option import RequestOption
@@ -14,7 +14,6 @@ from frontend_svc.options.passed_on import PassedOn
 from frontend_svc.options.penalties import Penalties
 from frontend_svc.options.prompt_embeddings import PromptEmbeddings
 from frontend_svc.options.prompt_logprobs import PromptLogprobs
-from frontend_svc.options.routed_experts import RoutedExperts
 from frontend_svc.options.sampling_limits import SamplingLimits
 from frontend_svc.options.structured_output import StructuredOutput
 from frontend_svc.options.thinking_budget import ThinkingBudget
@@ -32,6 +31,5 @@ OPTIONS: tuple[RequestOption, ...] = (
     TokenRules(),
     StructuredOutput(),
     ThinkingBudget(),
-    HiddenStates(),
-    RoutedExperts(),
+    *FORWARD_OUTPUTS,
 )

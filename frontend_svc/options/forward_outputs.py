@@ -1,4 +1,4 @@
-"""Hidden states of a request's positions, which come with the end of an output."""
+"""What a forward pass computes at a request's positions, which comes with the end of an output."""
 
 from __future__ import annotations
 
@@ -9,16 +9,25 @@ from triptych.api.v1 import generate_pb2
 from triptych.engine.v1 import add_pb2
 
 
-class HiddenStates(RequestOption):
-    """An engine that does not serve them refuses them by name. Chats have no such field."""
+class ForwardOutput(RequestOption):
+    """An engine that does not serve it refuses it by name. Chats have no such field.
 
-    fields = ("return_hidden_states",)
+    name: the field of the result; what asks for it is the same in a request and in an ADD.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._asks = name, f"return_{name}"
+        self.fields = (self._asks,)
 
     async def prepare(self, request: AnyRequest, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
-        if isinstance(request, generate_pb2.GenerateRequest) and request.return_hidden_states:
-            entry.return_hidden_states = True
+        if self._is_asked(request):
+            setattr(entry, self._asks, True)
 
     def reader(self, request: AnyRequest, prompt: PreparedPrompt, index: int) -> OutputReader | None:
-        if isinstance(request, generate_pb2.GenerateRequest) and request.return_hidden_states:
-            return PositionReader("hidden_states", len(prompt.token_ids))
-        return None
+        return PositionReader(self._name, len(prompt.token_ids)) if self._is_asked(request) else None
+
+    def _is_asked(self, request: AnyRequest) -> bool:
+        return isinstance(request, generate_pb2.GenerateRequest) and bool(getattr(request, self._asks))
+
+
+FORWARD_OUTPUTS = (ForwardOutput("hidden_states"), ForwardOutput("routed_experts"))

@@ -21,8 +21,7 @@ ASKED = {
 } | {
     "adapter": "prompt: 'x' adapter: 'cook'",
     "job": "prompt: 'x' job_id: 'j'",
-    "hidden_states": "prompt: 'x' return_hidden_states: true",
-    "routed_experts": "prompt: 'x' return_routed_experts: true",
+    "forward_outputs": "prompt: 'x' return_hidden_states: true",
     "token_rules": "prompt: 'x' sampling { bad_words: 'cat' }",
     "prompt_embeddings": "embeds { is_token: '0' }",
     "structured_output": "prompt: 'x' sampling { structured_output { json_object: true } }",
