@@ -12,22 +12,25 @@ from triptych.engine.v1 import add_pb2
 class ForwardOutput(RequestOption):
     """An engine that does not serve it refuses it by name. Chats have no such field.
 
-    name: the field of the result; what asks for it is the same in a request and in an ADD.
+    asks: the field that asks for it, the same in a request and in an ADD. gives: the field of the result.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name, self._asks = name, f"return_{name}"
-        self.fields = (self._asks,)
+    def __init__(self, asks: str, gives: str) -> None:
+        self._asks, self._gives = asks, gives
+        self.fields = (asks,)
 
     async def prepare(self, request: AnyRequest, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
         if self._is_asked(request):
             setattr(entry, self._asks, True)
 
     def reader(self, request: AnyRequest, prompt: PreparedPrompt, index: int) -> OutputReader | None:
-        return PositionReader(self._name, len(prompt.token_ids)) if self._is_asked(request) else None
+        return PositionReader(self._gives, len(prompt.token_ids)) if self._is_asked(request) else None
 
     def _is_asked(self, request: AnyRequest) -> bool:
         return isinstance(request, generate_pb2.GenerateRequest) and bool(getattr(request, self._asks))
 
 
-FORWARD_OUTPUTS = (ForwardOutput("hidden_states"), ForwardOutput("routed_experts"))
+FORWARD_OUTPUTS = (
+    ForwardOutput(asks="return_hidden_states", gives="hidden_states"),
+    ForwardOutput(asks="return_routed_experts", gives="routed_experts"),
+)

@@ -23,10 +23,18 @@ _FURTHER_NAMES = {
     "thinking_budget": r"thinking_?(token_?)?budget",
     "token_rules": r"bad_?word|logit_?bias|allowed_token|token_?rules",
 }
-NAMES = {
-    type(option).__module__.rpartition(".")[2]: "|".join(field.rpartition(".")[2] for field in option.fields)
-    for option in OPTIONS
-} | _FURTHER_NAMES
+
+
+def names_of_options() -> dict[str, str]:
+    """By the name of an option's file: a pattern of its options' fields, or what is said above."""
+    fields: dict[str, list[str]] = {}
+    for option in OPTIONS:
+        own = fields.setdefault(type(option).__module__.rpartition(".")[2], [])
+        own += (field.rpartition(".")[2] for field in option.fields)
+    return {file: "|".join(names) for file, names in fields.items()} | _FURTHER_NAMES
+
+
+NAMES = names_of_options()
 FOR_ALL = {
     "frontend_svc/options/__init__.py": "the list of options",
     "frontend_svc/protocols/anthropic/requests.py": "the fields of another API, by their names",
