@@ -30,7 +30,7 @@ ABORT_REASON_SLOW_CONSUMER: AbortReason
 ABORT_REASON_MIGRATED: AbortReason
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("hello", "add", "abort", "utility", "ack", "goodbye", "adopt", "host_proof", "finish_hint")
+    __slots__ = ("hello", "add", "abort", "utility", "ack", "goodbye", "adopt", "host_proof", "finish_hint", "cancel_turn")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ADD_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class ConnectRequest(_message.Message):
     ADOPT_FIELD_NUMBER: _ClassVar[int]
     HOST_PROOF_FIELD_NUMBER: _ClassVar[int]
     FINISH_HINT_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_TURN_FIELD_NUMBER: _ClassVar[int]
     hello: _session_pb2.Hello
     add: _add_pb2.Add
     abort: Abort
@@ -49,7 +50,8 @@ class ConnectRequest(_message.Message):
     adopt: Adopt
     host_proof: _session_pb2.HostProof
     finish_hint: _session_pb2.FinishHint
-    def __init__(self, hello: _Optional[_Union[_session_pb2.Hello, _Mapping]] = ..., add: _Optional[_Union[_add_pb2.Add, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., utility: _Optional[_Union[_utility_pb2.UtilityCall, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., host_proof: _Optional[_Union[_session_pb2.HostProof, _Mapping]] = ..., finish_hint: _Optional[_Union[_session_pb2.FinishHint, _Mapping]] = ...) -> None: ...
+    cancel_turn: CancelTurn
+    def __init__(self, hello: _Optional[_Union[_session_pb2.Hello, _Mapping]] = ..., add: _Optional[_Union[_add_pb2.Add, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., utility: _Optional[_Union[_utility_pb2.UtilityCall, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., host_proof: _Optional[_Union[_session_pb2.HostProof, _Mapping]] = ..., finish_hint: _Optional[_Union[_session_pb2.FinishHint, _Mapping]] = ..., cancel_turn: _Optional[_Union[CancelTurn, _Mapping]] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("seq", "hello_ack", "ready", "step", "add_rejected", "utility_result", "stats", "draining", "dead", "heartbeat", "already_finished", "adopted")
@@ -88,6 +90,14 @@ class Abort(_message.Message):
     attempts: _containers.RepeatedScalarFieldContainer[int]
     reason: AbortReason
     def __init__(self, handles: _Optional[_Iterable[int]] = ..., attempts: _Optional[_Iterable[int]] = ..., reason: _Optional[_Union[AbortReason, str]] = ...) -> None: ...
+
+class CancelTurn(_message.Message):
+    __slots__ = ("handle", "segment")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    segment: int
+    def __init__(self, handle: _Optional[int] = ..., segment: _Optional[int] = ...) -> None: ...
 
 class Ack(_message.Message):
     __slots__ = ("last_seq",)

@@ -87,12 +87,14 @@ class Hello(_message.Message):
     def __init__(self, frontend_id: _Optional[str] = ..., session_id: _Optional[str] = ..., frontend_epoch: _Optional[int] = ..., schema_revision: _Optional[int] = ..., min_peer_revision: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., role: _Optional[_Union[PeerRole, str]] = ..., resume: _Optional[_Union[ResumePoint, _Mapping]] = ..., feature_set: _Optional[_Union[FeatureSet, _Mapping]] = ...) -> None: ...
 
 class FeatureSet(_message.Message):
-    __slots__ = ("resume", "adopt")
+    __slots__ = ("resume", "adopt", "input_segments")
     RESUME_FIELD_NUMBER: _ClassVar[int]
     ADOPT_FIELD_NUMBER: _ClassVar[int]
+    INPUT_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     resume: bool
     adopt: bool
-    def __init__(self, resume: _Optional[bool] = ..., adopt: _Optional[bool] = ...) -> None: ...
+    input_segments: bool
+    def __init__(self, resume: _Optional[bool] = ..., adopt: _Optional[bool] = ..., input_segments: _Optional[bool] = ...) -> None: ...
 
 class ResumePoint(_message.Message):
     __slots__ = ("engine_epoch", "last_seq")

@@ -27,7 +27,7 @@ from triptych.common.v1 import tensor_pb2 as triptych_dot_common_dot_v1_dot_tens
 from triptych.engine.v1 import add_pb2 as triptych_dot_engine_dot_v1_dot_add__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtriptych/engine/v1/step.proto\x12\x12triptych.engine.v1\x1a\x1ftriptych/common/v1/output.proto\x1a\x1ftriptych/common/v1/tensor.proto\x1a\x1ctriptych/engine/v1/add.proto\"\xd6\x03\n\x04Step\x12\x13\n\x0bstep_number\x18\x01 \x01(\x04\x12\x0f\n\x07handles\x18\x02 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x03 \x01(\x0c\x12\x17\n\x0fnum_tokens_wide\x18\x04 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x18\n\x10sampled_logprobs\x18\x06 \x01(\x0c\x12\x15\n\rsampled_ranks\x18\x07 \x01(\x0c\x12\x39\n\x0ctop_logprobs\x18\x08 \x01(\x0b\x32#.triptych.engine.v1.StepTopLogprobs\x12\x32\n\x08\x66inished\x18\t \x03(\x0b\x32 .triptych.engine.v1.StepFinished\x12,\n\x05\x66irst\x18\n \x03(\x0b\x32\x1d.triptych.engine.v1.StepFirst\x12-\n\x06\x65vents\x18\x0b \x03(\x0b\x32\x1d.triptych.engine.v1.StepEvent\x12-\n\x06\x65xtras\x18\x0c \x03(\x0b\x32\x1d.triptych.engine.v1.StepExtra\x12,\n\x05parts\x18\r \x03(\x0b\x32\x1d.triptych.engine.v1.StepParts\x12\x0e\n\x06\x61ge_us\x18\x0e \x01(\x04\",\n\tStepParts\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x03(\r\"A\n\x0fStepTopLogprobs\x12\t\n\x01k\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\"\x93\x02\n\x0cStepFinished\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x30\n\x06reason\x18\x02 \x01(\x0e\x32 .triptych.common.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x16\n\x0c\x65os_token_id\x18\x04 \x01(\rH\x00\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x0c\n\x04\x63ode\x18\x07 \x01(\x05\x12\x0f\n\x07\x64\x65tails\x18\t \x01(\x0c\x12,\n\x06\x64rafts\x18\x08 \x01(\x0b\x32\x1c.triptych.engine.v1.DraftUse\x12\x14\n\x0c\x65rror_fields\x18\n \x03(\tB\x06\n\x04stopJ\x04\x08\x05\x10\x06R\x11stop_string_index\"6\n\x08\x44raftUse\x12\x14\n\x0cnum_proposed\x18\x01 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x02 \x01(\r\"l\n\tStepFirst\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x37\n\rprefill_stats\x18\x03 \x01(\x0b\x32 .triptych.engine.v1.PrefillStats\"\x9d\x01\n\x0cPrefillStats\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x02 \x01(\r\x12\x1b\n\x13num_external_tokens\x18\x03 \x01(\r\x12\x12\n\nnum_chunks\x18\x04 \x01(\r\x12\x10\n\x08queue_us\x18\x05 \x01(\x04\x12\x12\n\nprefill_us\x18\x06 \x01(\x04\"Y\n\tStepEvent\x12\x0b\n\x03row\x18\x01 \x01(\r\x12/\n\x04kind\x18\x02 \x01(\x0e\x32!.triptych.engine.v1.StepEventKind\x12\x0e\n\x06\x61ge_us\x18\x03 \x01(\x04\"\xe5\x02\n\tStepExtra\x12\x0b\n\x03row\x18\x01 \x01(\r\x12=\n\x0fprompt_logprobs\x18\x02 \x01(\x0b\x32\".triptych.engine.v1.PromptLogprobsH\x00\x12\x34\n\x0epooling_output\x18\x03 \x01(\x0b\x32\x1a.triptych.common.v1.TensorH\x00\x12\x35\n\x0bkv_transfer\x18\x04 \x01(\x0b\x32\x1e.triptych.engine.v1.KvTransferH\x00\x12\x33\n\rhidden_states\x18\x05 \x01(\x0b\x32\x1a.triptych.common.v1.TensorH\x00\x12\x34\n\x0erouted_experts\x18\x06 \x01(\x0b\x32\x1a.triptych.common.v1.TensorH\x00\x12\x13\n\tnan_count\x18\x07 \x01(\rH\x00\x12\x16\n\x0e\x66irst_position\x18\x08 \x01(\rB\x07\n\x05\x65xtra\"{\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\r\n\x05ranks\x18\x03 \x01(\x0c\x12\x30\n\x03top\x18\x04 \x01(\x0b\x32#.triptych.engine.v1.StepTopLogprobs*\xa7\x01\n\rStepEventKind\x12\x1f\n\x1bSTEP_EVENT_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16STEP_EVENT_KIND_QUEUED\x10\x01\x12\x1d\n\x19STEP_EVENT_KIND_SCHEDULED\x10\x02\x12\x1d\n\x19STEP_EVENT_KIND_PREEMPTED\x10\x03\x12\x1b\n\x17STEP_EVENT_KIND_RESUMED\x10\x04\x42H\n\x12triptych.engine.v1P\x01Z\x1btriptych/engine/v1;enginev1\xaa\x02\x12Triptych.Engine.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtriptych/engine/v1/step.proto\x12\x12triptych.engine.v1\x1a\x1ftriptych/common/v1/output.proto\x1a\x1ftriptych/common/v1/tensor.proto\x1a\x1ctriptych/engine/v1/add.proto\"\xd6\x03\n\x04Step\x12\x13\n\x0bstep_number\x18\x01 \x01(\x04\x12\x0f\n\x07handles\x18\x02 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x03 \x01(\x0c\x12\x17\n\x0fnum_tokens_wide\x18\x04 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x18\n\x10sampled_logprobs\x18\x06 \x01(\x0c\x12\x15\n\rsampled_ranks\x18\x07 \x01(\x0c\x12\x39\n\x0ctop_logprobs\x18\x08 \x01(\x0b\x32#.triptych.engine.v1.StepTopLogprobs\x12\x32\n\x08\x66inished\x18\t \x03(\x0b\x32 .triptych.engine.v1.StepFinished\x12,\n\x05\x66irst\x18\n \x03(\x0b\x32\x1d.triptych.engine.v1.StepFirst\x12-\n\x06\x65vents\x18\x0b \x03(\x0b\x32\x1d.triptych.engine.v1.StepEvent\x12-\n\x06\x65xtras\x18\x0c \x03(\x0b\x32\x1d.triptych.engine.v1.StepExtra\x12,\n\x05parts\x18\r \x03(\x0b\x32\x1d.triptych.engine.v1.StepParts\x12\x0e\n\x06\x61ge_us\x18\x0e \x01(\x04\",\n\tStepParts\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x03(\r\"A\n\x0fStepTopLogprobs\x12\t\n\x01k\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\"\xa7\x02\n\x0cStepFinished\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x30\n\x06reason\x18\x02 \x01(\x0e\x32 .triptych.common.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x16\n\x0c\x65os_token_id\x18\x04 \x01(\rH\x00\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x0c\n\x04\x63ode\x18\x07 \x01(\x05\x12\x0f\n\x07\x64\x65tails\x18\t \x01(\x0c\x12,\n\x06\x64rafts\x18\x08 \x01(\x0b\x32\x1c.triptych.engine.v1.DraftUse\x12\x14\n\x0c\x65rror_fields\x18\n \x03(\t\x12\x12\n\nturn_ended\x18\x0b \x01(\x08\x42\x06\n\x04stopJ\x04\x08\x05\x10\x06R\x11stop_string_index\"6\n\x08\x44raftUse\x12\x14\n\x0cnum_proposed\x18\x01 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x02 \x01(\r\"l\n\tStepFirst\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x37\n\rprefill_stats\x18\x03 \x01(\x0b\x32 .triptych.engine.v1.PrefillStats\"\x9d\x01\n\x0cPrefillStats\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x02 \x01(\r\x12\x1b\n\x13num_external_tokens\x18\x03 \x01(\r\x12\x12\n\nnum_chunks\x18\x04 \x01(\r\x12\x10\n\x08queue_us\x18\x05 \x01(\x04\x12\x12\n\nprefill_us\x18\x06 \x01(\x04\"Y\n\tStepEvent\x12\x0b\n\x03row\x18\x01 \x01(\r\x12/\n\x04kind\x18\x02 \x01(\x0e\x32!.triptych.engine.v1.StepEventKind\x12\x0e\n\x06\x61ge_us\x18\x03 \x01(\x04\"\xe5\x02\n\tStepExtra\x12\x0b\n\x03row\x18\x01 \x01(\r\x12=\n\x0fprompt_logprobs\x18\x02 \x01(\x0b\x32\".triptych.engine.v1.PromptLogprobsH\x00\x12\x34\n\x0epooling_output\x18\x03 \x01(\x0b\x32\x1a.triptych.common.v1.TensorH\x00\x12\x35\n\x0bkv_transfer\x18\x04 \x01(\x0b\x32\x1e.triptych.engine.v1.KvTransferH\x00\x12\x33\n\rhidden_states\x18\x05 \x01(\x0b\x32\x1a.triptych.common.v1.TensorH\x00\x12\x34\n\x0erouted_experts\x18\x06 \x01(\x0b\x32\x1a.triptych.common.v1.TensorH\x00\x12\x13\n\tnan_count\x18\x07 \x01(\rH\x00\x12\x16\n\x0e\x66irst_position\x18\x08 \x01(\rB\x07\n\x05\x65xtra\"{\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\r\n\x05ranks\x18\x03 \x01(\x0c\x12\x30\n\x03top\x18\x04 \x01(\x0b\x32#.triptych.engine.v1.StepTopLogprobs*\xa7\x01\n\rStepEventKind\x12\x1f\n\x1bSTEP_EVENT_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16STEP_EVENT_KIND_QUEUED\x10\x01\x12\x1d\n\x19STEP_EVENT_KIND_SCHEDULED\x10\x02\x12\x1d\n\x19STEP_EVENT_KIND_PREEMPTED\x10\x03\x12\x1b\n\x17STEP_EVENT_KIND_RESUMED\x10\x04\x42H\n\x12triptych.engine.v1P\x01Z\x1btriptych/engine/v1;enginev1\xaa\x02\x12Triptych.Engine.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.engine.v1.step_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\022triptych.engine.v1P\001Z\033triptych/engine/v1;enginev1\252\002\022Triptych.Engine.V1'
-  _globals['_STEPEVENTKIND']._serialized_start=1916
-  _globals['_STEPEVENTKIND']._serialized_end=2083
+  _globals['_STEPEVENTKIND']._serialized_start=1936
+  _globals['_STEPEVENTKIND']._serialized_end=2103
   _globals['_STEP']._serialized_start=150
   _globals['_STEP']._serialized_end=620
   _globals['_STEPPARTS']._serialized_start=622
@@ -44,17 +44,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPTOPLOGPROBS']._serialized_start=668
   _globals['_STEPTOPLOGPROBS']._serialized_end=733
   _globals['_STEPFINISHED']._serialized_start=736
-  _globals['_STEPFINISHED']._serialized_end=1011
-  _globals['_DRAFTUSE']._serialized_start=1013
-  _globals['_DRAFTUSE']._serialized_end=1067
-  _globals['_STEPFIRST']._serialized_start=1069
-  _globals['_STEPFIRST']._serialized_end=1177
-  _globals['_PREFILLSTATS']._serialized_start=1180
-  _globals['_PREFILLSTATS']._serialized_end=1337
-  _globals['_STEPEVENT']._serialized_start=1339
-  _globals['_STEPEVENT']._serialized_end=1428
-  _globals['_STEPEXTRA']._serialized_start=1431
-  _globals['_STEPEXTRA']._serialized_end=1788
-  _globals['_PROMPTLOGPROBS']._serialized_start=1790
-  _globals['_PROMPTLOGPROBS']._serialized_end=1913
+  _globals['_STEPFINISHED']._serialized_end=1031
+  _globals['_DRAFTUSE']._serialized_start=1033
+  _globals['_DRAFTUSE']._serialized_end=1087
+  _globals['_STEPFIRST']._serialized_start=1089
+  _globals['_STEPFIRST']._serialized_end=1197
+  _globals['_PREFILLSTATS']._serialized_start=1200
+  _globals['_PREFILLSTATS']._serialized_end=1357
+  _globals['_STEPEVENT']._serialized_start=1359
+  _globals['_STEPEVENT']._serialized_end=1448
+  _globals['_STEPEXTRA']._serialized_start=1451
+  _globals['_STEPEXTRA']._serialized_end=1808
+  _globals['_PROMPTLOGPROBS']._serialized_start=1810
+  _globals['_PROMPTLOGPROBS']._serialized_end=1933
 # @@protoc_insertion_point(module_scope)

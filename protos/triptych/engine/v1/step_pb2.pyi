@@ -74,7 +74,7 @@ class StepTopLogprobs(_message.Message):
     def __init__(self, k: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ...) -> None: ...
 
 class StepFinished(_message.Message):
-    __slots__ = ("row", "reason", "stop_token_id", "eos_token_id", "message", "code", "details", "drafts", "error_fields")
+    __slots__ = ("row", "reason", "stop_token_id", "eos_token_id", "message", "code", "details", "drafts", "error_fields", "turn_ended")
     ROW_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,7 @@ class StepFinished(_message.Message):
     DETAILS_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELDS_FIELD_NUMBER: _ClassVar[int]
+    TURN_ENDED_FIELD_NUMBER: _ClassVar[int]
     row: int
     reason: _output_pb2.FinishReason
     stop_token_id: int
@@ -93,7 +94,8 @@ class StepFinished(_message.Message):
     details: bytes
     drafts: DraftUse
     error_fields: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, row: _Optional[int] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., eos_token_id: _Optional[int] = ..., message: _Optional[str] = ..., code: _Optional[int] = ..., details: _Optional[bytes] = ..., drafts: _Optional[_Union[DraftUse, _Mapping]] = ..., error_fields: _Optional[_Iterable[str]] = ...) -> None: ...
+    turn_ended: bool
+    def __init__(self, row: _Optional[int] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., eos_token_id: _Optional[int] = ..., message: _Optional[str] = ..., code: _Optional[int] = ..., details: _Optional[bytes] = ..., drafts: _Optional[_Union[DraftUse, _Mapping]] = ..., error_fields: _Optional[_Iterable[str]] = ..., turn_ended: _Optional[bool] = ...) -> None: ...
 
 class DraftUse(_message.Message):
     __slots__ = ("num_proposed", "num_accepted")
