@@ -40,7 +40,13 @@ _REFUSED = {
     "alora_invocation_tokens": "tokens that activate it (aLoRA)",
     "use_qalora": "additions to quantized groups (QALoRA)",
     "megatron_config": "layers of Megatron",
+    "use_bdlora": "matrices of diagonal blocks (BD-LoRA)",
+    "kasa_config": "singular values of its own (KaSA)",
+    "arrow_config": "a choice among adapters (Arrow)",
+    "monteclora_config": "samples of its matrices (MonteCLoRA)",
 }
+# Ways to begin a training that take a part out of the model's weights: the adapter belongs to what is left.
+_CHANGES_WEIGHTS = re.compile("pissa|corda|olora|loftq|lora_ga", re.IGNORECASE)
 _OF_EXPERTS = re.compile(r"(^|\.)(experts|block_sparse_moe)(\.|$)")
 _PARTS = {
     "lora_A.weight": "down",
@@ -161,6 +167,12 @@ def _check_config(folder: Path, config: Mapping[str, Any], max_rank: int) -> Non
     for key, what in _REFUSED.items():
         if config.get(key):
             raise CheckpointError(f"{folder.name}: {key} is {config[key]!r}: {what} is not served")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and _CHANGES_WEIGHTS.match(start):
+        raise CheckpointError(
+            f"{folder.name}: init_lora_weights is {start!r}, which changes the model's weights: PEFT "
+            "converts such an adapter (path_initial_model_for_weight_conversion)"
+        )
     if config.get("bias", "none") != "none":
         raise CheckpointError(f"{folder.name}: bias is {config['bias']!r}, served is none")
     ranks = {"r": config.get("r"), **_pattern(folder, config, "rank_pattern")}
@@ -181,7 +193,7 @@ def _pattern(folder: Path, config: Mapping[str, Any], name: str) -> dict[str, An
         raise CheckpointError(f"{folder.name}: {name} is {pattern!r}, it takes an object")
     for key in pattern:
         try:
-            re.compile(key)
+            re.compile(_matching(key))
         except re.error as error:
             raise CheckpointError(
                 f"{folder.name}: {name} has {key!r}, no regular expression: {error}"
@@ -248,9 +260,13 @@ def _weight(
 def _stated(config: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
     """The value for a module: that of the first pattern which matches the end of its name, as in PEFT."""
     for key, value in (config.get(name) or {}).items():
-        if re.match(rf"(.*\.)?({key})$", module):
+        if re.match(_matching(key), module):
             return value
     return default
+
+
+def _matching(key: str) -> str:
+    return rf"(.*\.)?({key})$"
 
 
 def _check_finite(path: Path, entry: HeaderEntry, content: npt.NDArray[np.uint8]) -> None:

@@ -81,6 +81,11 @@ REFUSED_CONFIGS = [
     ({"r": 0}, "rank r is 0"),
     ({"rank_pattern": {"q_proj": 4096}}, "rank q_proj is 4096"),
     ({"rank_pattern": {"(": 4}}, "no regular expression"),
+    # Alone it would be one.
+    ({"alpha_pattern": {"(?i)Q_PROJ": 4}}, "no regular expression"),
+    ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+    ({"init_lora_weights": "OLoRA"}, "init_lora_weights is 'OLoRA'"),
+    ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is {'nblocks': 2}"),
     ({"lora_alpha": "x"}, "lora_alpha is 'x'"),
     ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
     ({"target_parameters": ["mlp.experts.down_proj"]}, "experts"),
