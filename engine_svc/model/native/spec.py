@@ -85,6 +85,8 @@ def read_spec(config: Any) -> DecoderSpec:
     """
     if config.model_type not in _FAMILIES:
         raise NotNative(f"there is no native decoder for model type {config.model_type}")
+    if not getattr(config, "is_causal", True):
+        raise NotNative(f"is_causal is {config.is_causal}, in the native decoder no token sees later ones")
     is_gemma = config.model_type == "gemma3_text"
     activation = config.hidden_activation if is_gemma else config.hidden_act
     expected = _ACTIVATIONS.get(config.model_type, "silu")

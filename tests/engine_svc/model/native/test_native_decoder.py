@@ -282,6 +282,7 @@ def test_a_gemma_with_other_settings_falls_back_to_transformers(name, value, rea
         ),
         ({"model_type": "gemma"}, "model type gemma"),
         ({"sliding_window": 7}, "sliding_window is 7, which the code of a llama does not apply"),
+        ({"is_causal": False}, "is_causal is False"),
     ],
 )
 def test_unsupported_models_fall_back_to_transformers(changes, reason, tmp_path):
@@ -291,6 +292,14 @@ def test_unsupported_models_fall_back_to_transformers(changes, reason, tmp_path)
         object.__setattr__(config, name, value) if name == "model_type" else setattr(config, name, value)
     with pytest.raises(NotNative, match=reason):
         read_spec(config)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_model_whose_tokens_see_later_ones_is_refused(family, tmp_path):
+    make_checkpoint(family, tmp_path)
+    change_config(tmp_path, is_causal=False)
+    with pytest.raises(UnsupportedModel, match="lets tokens see later ones"):
+        load_model(tmp_path, LoadOptions(num_threads=1))
 
 
 @pytest.mark.parametrize(
