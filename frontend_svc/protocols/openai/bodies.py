@@ -187,35 +187,44 @@ else:
     )
 
 
-class SamplingBody(SameSampling, kw_only=True):
-    """The fields that completions and chats have in common."""
-
-    ignored: ClassVar[frozenset[str]] = IGNORED_IN_CHATS
+class GenerationBody(SameSampling, kw_only=True):
+    """The fields that completions, chats and responses have in common."""
 
     model: str = ""
-    max_tokens: int | None = None
-    n: int | None = None
-    best_of: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
     # vLLM's.
     include_stop_str_in_output: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    # As over gRPC.
+    job_id: str | None = None
+    is_last_step: bool | None = None
+
+
+class SamplingBody(GenerationBody, kw_only=True):
+    """The fields that completions and chats have in common."""
+
+    ignored: ClassVar[frozenset[str]] = IGNORED_IN_CHATS
+
+    max_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    response_format: ResponseFormat | None = None
+    # vLLM's.
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
-    structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
     request_id: str | None = None
-    return_token_ids: bool | None = None
 
 
 class CompletionBody(SamplingBody, kw_only=True):

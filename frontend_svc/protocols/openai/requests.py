@@ -47,7 +47,9 @@ _STARTS = {
     "after_reasoning": sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING,
     "after_opened_reasoning": sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_OPENED_REASONING,
 }
-_OF_REQUEST = ("model", "priority", "cache_salt", "request_id", "truncate_prompt_tokens")
+_OF_REQUEST = (
+    "model", "priority", "cache_salt", "request_id", "truncate_prompt_tokens", "job_id", "is_last_step",
+)  # fmt: skip
 _MODES = {
     "none": chat_message_pb2.TOOL_CHOICE_MODE_NONE,
     "auto": chat_message_pb2.TOOL_CHOICE_MODE_AUTO,

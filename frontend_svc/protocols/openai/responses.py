@@ -17,17 +17,14 @@ from frontend_svc.generation.answers.chat import ChatAnswers, delta_of
 from frontend_svc.generation.answers.tokenizer import TokenizerAnswers
 from frontend_svc.generation.open_requests import OpenRequests
 from frontend_svc.protocols.openai.bodies import (
-    SAME_SAMPLING,
     Base,
     ChatBody,
     Function,
+    GenerationBody,
     IgnoredFields,
     JSONSchema,
     Message,
     ResponseFormat,
-    SameSampling,
-    StreamOptions,
-    StructuredOutputs,
     ToolChoice,
     encode,
     read_part,
@@ -84,9 +81,7 @@ _MAX_PAGE_ITEMS = 100
 
 # Fields that a chat has by the same name.
 _SAME_IN_CHAT = (
-    *SAME_SAMPLING, "model", "parallel_tool_calls", "seed", "stop", "logit_bias",
-    "include_stop_str_in_output", "structured_outputs", "priority", "cache_salt", "return_token_ids",
-    "chat_template", "chat_template_kwargs",
+    *GenerationBody.__struct_fields__, "parallel_tool_calls", "chat_template", "chat_template_kwargs",
 )  # fmt: skip
 # Fields of the chat's body that this one has elsewhere.
 _NAMES = {
@@ -134,12 +129,11 @@ class NamedFunctionTool(Base):
     name: str
 
 
-class ResponseBody(SameSampling, kw_only=True):
+class ResponseBody(GenerationBody, kw_only=True):
     ignored: ClassVar[frozenset[str]] = IGNORED_IN_RESPONSES
     refused: ClassVar[Mapping[str, Refusal]] = REFUSED_IN_RESPONSES
 
     input: str | list[dict[str, Any]]
-    model: str = ""
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[dict[str, Any]] | None = None
@@ -152,19 +146,9 @@ class ResponseBody(SameSampling, kw_only=True):
     reasoning: Reasoning | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     truncation: Literal["disabled", "auto"] | None = None
     include: list[str] | None = None
     # vLLM's, as in chat completions.
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    logit_bias: dict[str, float] | None = None
-    include_stop_str_in_output: bool | None = None
-    structured_outputs: StructuredOutputs | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    return_token_ids: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

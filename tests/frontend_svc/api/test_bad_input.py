@@ -55,6 +55,8 @@ BAD_INPUT = {
     "bad words": (make_request("x", bad_words=["y", ""]), "INVALID_ARGUMENT", ["sampling.bad_words[1]"]),
     "adapter": (make_request("x", adapter="lora"), "NOT_FOUND", ["adapter 'lora' of model 'tiny'"]),
     "adapter's name": (make_request("x", adapter="a" * 65), "INVALID_ARGUMENT", ["adapter", "65", "64"]),
+    "job": (make_request("x", job_id="j" * 257), "INVALID_ARGUMENT", ["job_id", "257", "256"]),
+    "job's NUL": (make_request("x", job_id="j\0"), "INVALID_ARGUMENT", ["job_id", "printed"]),
     "rank": (make_request("x", data_parallel_rank=1), "UNAVAILABLE", ["data_parallel_rank 1", "[0]"]),
     "no rank": (
         make_request("x", data_parallel_rank=5),

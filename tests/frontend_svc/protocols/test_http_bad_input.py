@@ -121,6 +121,7 @@ BODIES = {
     "id": (body(prompt=[2**32]), 400, "prompt"),
     "logprobs": (body(logprobs=10**6), 400, "logprobs"),
     "salt": (body(cache_salt="a" * 1_000_000), 400, "cache_salt"),
+    "job": (body(job_id="a" * 257), 400, "job_id"),
     "request id": (body(request_id="a\n" * 100), 400, "request_id"),
     "model": (body(model="m" * 100_000), 404, "model"),
     "grace": (body(stream=True, orphan_grace_ms=6000), 400, "orphan_grace_ms"),

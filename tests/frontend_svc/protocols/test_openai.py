@@ -177,6 +177,18 @@ async def test_parameters_reach_the_engine_by_their_names():
     assert (entry.priority, bool(entry.cache_salt)) == (4, True)
 
 
+async def test_a_job_reaches_the_engine_from_every_body():
+    job = {"job_id": "a", "is_last_step": True}
+    bodies = {"completions": {"prompt": "the"}, "chat/completions": CHAT, "responses": {"input": "the"}}
+    engine = FakeEngine(answer(TEXT), chat_template=TEMPLATE)
+    async with served(engine) as client:
+        for path, body in bodies.items():
+            assert (await client.post(f"/v1/{path}", {**body, **job})).status == 200
+            refused = await client.post(f"/v1/{path}", {**body, "job_id": "a\0"})
+            assert (refused.status, refused.body["error"]["param"]) == (400, "job_id")
+    assert [(bool(one.entry.job_id), one.entry.is_last_step) for one in engine.requests] == [(True, True)] * 3
+
+
 async def test_the_header_of_a_rank_chooses_it_or_is_refused():
     header = {"x-data-parallel-rank": "0"}
     bodies = {
