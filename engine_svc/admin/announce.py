@@ -191,6 +191,7 @@ def stats(loop_stats: LoopStats) -> session_pb2.Stats:
         num_waiting_tokens=scheduler.num_waiting_tokens,
         num_used_blocks=scheduler.num_used_blocks,
         num_total_blocks=scheduler.num_total_blocks,
+        num_pins=scheduler.num_retained_lots,
         num_pinned_blocks=scheduler.num_retained_blocks,
         num_prefix_queries=scheduler.prefix_queries,
         num_prefix_hits=scheduler.prefix_hits,

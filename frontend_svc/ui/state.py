@@ -178,6 +178,8 @@ class StatePage:
                 "waiting": info.num_waiting,
                 "free_blocks": info.num_total_blocks - info.num_used_blocks,
                 "total_blocks": info.num_total_blocks,
+                "pins": 0,
+                "pinned_blocks": 0,
                 "prefix_hit_rate": None,
                 "preemptions": 0,
                 "prompt_tokens": 0,
@@ -193,6 +195,8 @@ class StatePage:
             "waiting": stats.num_waiting,
             "free_blocks": stats.num_total_blocks - stats.num_used_blocks,
             "total_blocks": stats.num_total_blocks,
+            "pins": stats.num_pins,
+            "pinned_blocks": stats.num_pinned_blocks,
             "prefix_hit_rate": (
                 stats.num_prefix_hits / stats.num_prefix_queries if stats.num_prefix_queries else None
             ),

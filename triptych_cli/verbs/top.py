@@ -28,8 +28,8 @@ _AVERAGED_STEPS = 20
 _MAX_BETWEEN_S = 1.0
 _USUAL_SIZE = 80, 24  # of a terminal that does not know its own
 _ENGINE_COLUMNS = (
-    "<engine", "<state", "running", "waiting", "blocks", "in/s", "out/s", "step ms", "hits", "preempted",
-    "rank", "wave", "age ms", "<model",
+    "<engine", "<state", "running", "waiting", "blocks", "pinned", "pins", "in/s", "out/s", "step ms", "hits",
+    "preempted", "rank", "wave", "age ms", "<model",
 )  # fmt: skip
 _REQUEST_COLUMNS = (
     "<request", "<status", "<waits for", "prompt", "computed", "output", "blocks", "age s", "preempted",
@@ -191,6 +191,8 @@ def _engine_row(engine: State, state: State, before: State | None) -> list[str]:
         str(engine["running"]),
         str(engine["waiting"]),
         f"{engine['total_blocks'] - engine['free_blocks']}/{engine['total_blocks']}",
+        str(engine["pinned_blocks"]),
+        str(engine["pins"]),
         *_rates(engine, state, before),
         f"{sum(step['duration_ms'] for step in steps) / len(steps):.1f}" if steps else "-",
         "-" if hits is None else f"{hits:.0%}",

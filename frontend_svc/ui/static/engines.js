@@ -3,7 +3,7 @@
 import { BlockMap } from "./blocks.js";
 import { Lane } from "./lane.js";
 import { StepChart } from "./steps.js";
-import { percent, setText } from "./text.js";
+import { counted, percent, setText } from "./text.js";
 
 const SILENT_MS = 3000; // without a message of an engine that should send ten a second
 const GONE_MS = 30000; // an engine that is not listed any more is shown for so long
@@ -144,6 +144,8 @@ class EngineCard {
     const set = (selector, value) => setText(this.find(selector), value);
     set(".model", engine.model);
     set(".kv-use", engine.total_blocks ? percent(used / engine.total_blocks) : "–");
+    set(".pins", `${counted(engine.pinned_blocks, "block")} by ${counted(engine.pins, "pin")}`);
+    this.find(".pins-fact").hidden = !engine.pins;
     set(".hit-rate", engine.prefix_hit_rate === null ? "–" : percent(engine.prefix_hit_rate));
     set(".preemptions", engine.preemptions);
     set(".rank", engine.rank ?? "");

@@ -129,7 +129,8 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def test_the_first_answer_has_the_newest_state_of_the_engine():
-    admin = Watched(message(num_prefix_queries=8, num_prefix_hits=2, num_preemptions=6))
+    counts = {"num_prefix_queries": 8, "num_prefix_hits": 2, "num_preemptions": 6}
+    admin = Watched(message(num_pins=2, num_pinned_blocks=3, **counts))
     async with shown(admin) as (engine, page, _):
         state = await state_of(page)
         assert state["frontend"] == {"open": 3, "queued": 2, "held": 1}
@@ -139,7 +140,8 @@ async def test_the_first_answer_has_the_newest_state_of_the_engine():
                 "name": engine.address, "address": engine.address,
                 "engine_id": "engine-0", "model": "tiny", "state": "ready",
                 "rank": 0, "wave": 4, "age_ms": 0,
-                "running": 1, "waiting": 0, "free_blocks": 37, "total_blocks": 40, "prefix_hit_rate": 0.25,
+                "running": 1, "waiting": 0, "free_blocks": 37, "total_blocks": 40,
+                "pins": 2, "pinned_blocks": 3, "prefix_hit_rate": 0.25,
                 "preemptions": 6, "prompt_tokens": 0, "generated_tokens": 0,
                 "steps": [{"step": 1, "num_tokens": 8, "num_requests": 2, "duration_ms": 1.235}],
                 "requests": [

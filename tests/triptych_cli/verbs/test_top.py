@@ -34,7 +34,8 @@ def state(**engine: Any) -> dict[str, Any]:
         "name": "engine-0", "address": "127.0.0.1:5", "engine_id": "e", "model": "tiny", "state": "ready",
         "rank": 1, "wave": 3,
         "age_ms": 20, "running": 1, "waiting": 2, "free_blocks": 30, "total_blocks": 40,
-        "prefix_hit_rate": 0.25, "preemptions": 4, "prompt_tokens": 100, "generated_tokens": 50,
+        "pinned_blocks": 6, "pins": 5, "prefix_hit_rate": 0.25, "preemptions": 4,
+        "prompt_tokens": 100, "generated_tokens": 50,
         "steps": [{"step": 1, "num_tokens": 8, "num_requests": 1, "duration_ms": 2.5}],
         "requests": [request, request | {"id": "r1"}], "cached_blocks": [],
     }  # fmt: skip
@@ -58,7 +59,8 @@ def test_a_picture_has_engines_rates_and_what_requests_wait_for() -> None:
     lines = frame(now, state())
     assert "5 open, 6 queued, 7 held" in lines[0] and "not connected" in lines[0]
     assert row(lines, "engine-0") == [
-        "engine-0", "ready", "1", "2", "10/40", "400", "20", "2.5", "25%", "4", "1", "3", "20", "tiny",
+        "engine-0", "ready", "1", "2", "10/40", "6", "5", "400", "20", "2.5", "25%", "4", "1", "3", "20",
+        "tiny",
     ]  # fmt: skip
     assert row(lines, "r0") == ["r0", "WAITING", "free_blocks", "7", "0", "0", "0", "1.5", "0"]
 
@@ -78,7 +80,7 @@ def test_no_text_of_the_frontend_controls_the_terminal() -> None:
 
 def test_rates_are_unknown_without_a_picture_before_or_from_an_engine_that_started_anew() -> None:
     for before in (None, state(generated_tokens=51) | {"at_ms": 500}):
-        assert row(frame(state(), before), "engine-0")[5:7] == ["-", "-"]
+        assert row(frame(state(), before), "engine-0")[7:9] == ["-", "-"]
 
 
 @pytest.mark.parametrize(

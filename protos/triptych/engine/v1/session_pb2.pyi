@@ -263,7 +263,7 @@ class Artifact(_message.Message):
     def __init__(self, kind: _Optional[_Union[ArtifactKind, str]] = ..., sha256: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "num_used_blocks", "num_total_blocks", "num_pinned_blocks", "num_prefix_queries", "num_prefix_hits", "num_drafts", "num_accepted_drafts", "num_preemptions", "num_chunked_prefills", "step_number", "max_rows", "num_prompt_tokens", "num_generated_tokens", "num_finished", "num_draft_rows", "num_accepted_drafts_by_position", "slot_digests")
+    __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "num_used_blocks", "num_total_blocks", "num_pinned_blocks", "num_prefix_queries", "num_prefix_hits", "num_drafts", "num_accepted_drafts", "num_preemptions", "num_chunked_prefills", "step_number", "max_rows", "num_prompt_tokens", "num_generated_tokens", "num_finished", "num_draft_rows", "num_accepted_drafts_by_position", "slot_digests", "num_pins")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -284,6 +284,7 @@ class Stats(_message.Message):
     NUM_DRAFT_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_DRAFTS_BY_POSITION_FIELD_NUMBER: _ClassVar[int]
     SLOT_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PINS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_waiting_tokens: int
@@ -304,7 +305,8 @@ class Stats(_message.Message):
     num_draft_rows: int
     num_accepted_drafts_by_position: _containers.RepeatedScalarFieldContainer[int]
     slot_digests: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_chunked_prefills: _Optional[int] = ..., step_number: _Optional[int] = ..., max_rows: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_draft_rows: _Optional[int] = ..., num_accepted_drafts_by_position: _Optional[_Iterable[int]] = ..., slot_digests: _Optional[_Iterable[str]] = ...) -> None: ...
+    num_pins: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_chunked_prefills: _Optional[int] = ..., step_number: _Optional[int] = ..., max_rows: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_draft_rows: _Optional[int] = ..., num_accepted_drafts_by_position: _Optional[_Iterable[int]] = ..., slot_digests: _Optional[_Iterable[str]] = ..., num_pins: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("step_number", "step_started_age_ms", "step_budget_ms", "has_work", "state", "last_seq", "load_progress")
