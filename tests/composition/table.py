@@ -73,6 +73,8 @@ OPTIONS = (
     Option("cache_salt", 0.2, among("pepper", "salt")),
     Option("priority", 0.3, between(-9, 9)),
     Option("session_id", 0.15, among("one", "two")),
+    Option("job_id", 0.3, among("one", "two", "three")),
+    Option("is_last_step", 0.15, among(True)),
     Option("temperature 0", 0.35, among(0.0), "temperature"),
     Option("temperature", 0.5, between(0.3, 1.6), "temperature"),
     Option("top_k", 0.2, among(1, 5, 50)),
@@ -136,6 +138,7 @@ CONDITIONS = (
             "--draft-limit=none",
         ),
     ),
+    Condition("policy continuum", ("--scheduling-policy=continuum",)),
 )
 
 FAULTS = (
