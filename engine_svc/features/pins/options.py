@@ -33,10 +33,14 @@ class Options(FeatureOptions):
     max_pinned_share: float = option(
         0.5, help="share of the KV blocks that an operator may pin, from 0 to 1; pins of jobs are not limited"
     )
+    max_tenant_pinned_share: float = option(
+        0.25, help="the same of what an operator may pin for one tenant, within --max-pinned-share"
+    )
 
     def check(self) -> None:
-        share = self.max_pinned_share
-        require(0 <= share <= 1, "max_pinned_share", share, "0 to 1")
+        for name in ("max_pinned_share", "max_tenant_pinned_share"):
+            share = getattr(self, name)
+            require(0 <= share <= 1, name, share, "0 to 1")
         for name in ("pin_ttl_s", "pin_threshold_s"):
             value = getattr(self, name)
             is_valid = math.isfinite(value) and 0 < value <= _MAX_TTL_S

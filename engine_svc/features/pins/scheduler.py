@@ -57,6 +57,7 @@ def make(config: EngineConfig, context: SchedulerContext) -> SchedulerFeature | 
         gives_pins_first=config.continuum_pressure == "pins-first",
         lease_ttl_s=config.pin_ttl_s,
         max_leased_share=config.max_pinned_share,
+        max_tenant_leased_share=config.max_tenant_pinned_share,
     )
 
 
@@ -98,13 +99,18 @@ class JobPins(SchedulerFeature):
         gives_pins_first: bool = False,
         lease_ttl_s: float = 10.0,
         max_leased_share: float = 0.5,
+        max_tenant_leased_share: float = 0.25,
     ) -> None:
-        """lease_ttl_s: of an operator's pin that names no time.  max_leased_share: of the blocks."""
+        """lease_ttl_s: of an operator's pin that names no time.  max_leased_share: of the blocks.
+
+        max_tenant_leased_share: the same of pins for one tenant.
+        """
         self._rule = rule
         self._clock = clock
         self._gives_pins_first = gives_pins_first
         self._lease_ttl_s = lease_ttl_s
         self._max_leased_share = max_leased_share
+        self._max_tenant_leased_share = max_tenant_leased_share
         self._pins = PinTable(metrics, self._is_awaited)
         self._gaps = ToolGaps()
         self._load = _Load()
@@ -254,14 +260,8 @@ class JobPins(SchedulerFeature):
         if not block_ids:
             call.failure = RequestFailed("FAILED_PRECONDITION", "no full block of these tokens is cached")
             return
-        num_leased = sum(pin.num_blocks for pin in pins if pin.is_lease)
-        limit = int(self._max_leased_share * pins.cache.num_total_blocks)
-        if num_leased + len(block_ids) > limit:
-            call.failure = RequestFailed(
-                "RESOURCE_EXHAUSTED",
-                f"{len(block_ids)} blocks were to be pinned beside {num_leased}, the limit is {limit}, "
-                "--max-pinned-share of the blocks",
-            )
+        call.failure = self._lease_refusal(call, len(block_ids))
+        if call.failure is not None:
             return
         pin_id = pins.new_id()
         pins.cache.retained.add(pin_id, block_ids)
@@ -269,6 +269,24 @@ class JobPins(SchedulerFeature):
         pin = Pin(pin_id, pin_id, until, 0, len(block_ids), call.job_id, call.tenant, is_lease=True)
         pins.add(pin)
         call.pin = pin.info(now)
+
+    def _lease_refusal(self, call: PinPrefix, num_blocks: int) -> RequestFailed | None:
+        """Why an operator may not pin so many blocks beside the others; None: there is no reason."""
+        leases = [pin for pin in self._pins if pin.is_lease]
+        parts = [("--max-pinned-share", self._max_leased_share, leases)]
+        if call.tenant:
+            of_tenant = [pin for pin in leases if pin.tenant == call.tenant]
+            parts.append(("--max-tenant-pinned-share", self._max_tenant_leased_share, of_tenant))
+        for option, share, counted in parts:
+            num_leased = sum(pin.num_blocks for pin in counted)
+            limit = int(share * self._pins.cache.num_total_blocks)
+            if num_leased + num_blocks > limit:
+                message = (
+                    f"token_ids have {num_blocks} cached blocks, beside {num_leased} that are pinned, "
+                    f"the limit is {limit}, {option} of the blocks"
+                )
+                return RequestFailed("RESOURCE_EXHAUSTED", message, field="pin_blocks.token_ids")
+        return None
 
     def _release_pins(self, call: ReleasePins) -> None:
         """Release pins for an operator."""

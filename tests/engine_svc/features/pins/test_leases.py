@@ -26,22 +26,25 @@ from triptych_kit.errors import (
     InvalidArgument,
     NotFound,
     PermissionDenied,
+    ResourceExhausted,
     ServiceError,
 )
 from triptych_kit.telemetry.metrics import Metrics
 
 
-def leased(jobs: Jobs, token_ids: list[int], *, ttl_s: float = 0.0, job_id: str = "") -> PinInfo:
-    call = PinPrefix(token_ids, ttl_s, job_id, "", "")
+def leased(
+    jobs: Jobs, token_ids: list[int], *, ttl_s: float = 0.0, job_id: str = "", tenant: str = ""
+) -> PinInfo:
+    call = PinPrefix(token_ids, ttl_s, job_id, "", tenant)
     jobs.scheduler.note("", call, jobs.stage.now)
     assert call.pin is not None
     return call.pin
 
 
-def refused(jobs: Jobs, token_ids: list[int]) -> tuple[str, str]:
-    call = PinPrefix(token_ids, 0.0, "", "", "")
+def refused(jobs: Jobs, token_ids: list[int], *, tenant: str = "") -> tuple[str, str]:
+    call = PinPrefix(token_ids, 0.0, "", "", tenant)
     jobs.scheduler.note("", call, jobs.stage.now)
-    assert call.failure is not None
+    assert call.failure is not None and call.pin is None
     return call.failure.code, call.failure.message
 
 
@@ -82,9 +85,34 @@ def test_operators_pin_their_share_of_the_blocks_and_jobs_are_not_counted():
     leased(jobs, prompt(60))
     code, message = refused(jobs, prompt(100, 5000))
     assert code == "RESOURCE_EXHAUSTED"
-    assert message.startswith("6 blocks were to be pinned beside 3, the limit is 8, --max-pinned-share")
+    assert message == (
+        "token_ids have 6 cached blocks, beside 3 that are pinned, the limit is 8, --max-pinned-share of the "
+        "blocks"
+    )
     leased(jobs, prompt(80, 5000))
     assert len(jobs.pinned) == 3
+
+
+def test_for_a_tenant_they_pin_a_part_of_it():
+    jobs = Jobs(num_blocks=25)
+    jobs.run("", prompt(100))
+    jobs.run("", prompt(100, 900))
+    leased(jobs, prompt(64), tenant="a")
+    code, message = refused(jobs, prompt(64, 900), tenant="a")
+    assert (code, message.partition(", beside ")[2]) == (
+        "RESOURCE_EXHAUSTED",
+        "4 that are pinned, the limit is 6, --max-tenant-pinned-share of the blocks",
+    )
+    leased(jobs, prompt(32, 900), tenant="a")
+    leased(jobs, prompt(64, 900), tenant="b")
+    assert refused(jobs, prompt(64), tenant="c")[1].endswith(" --max-pinned-share of the blocks")
+
+
+async def test_a_pin_beyond_a_share_is_refused_by_its_field():
+    async with served(max_leased_share=0.0) as engine:
+        with pytest.raises(ResourceExhausted) as refused:
+            await engine.call(pin_blocks={"token_ids": list(range(40))})
+    assert refused.value.metadata["field"] == "pin_blocks.token_ids"
 
 
 def test_pins_are_listed_in_the_order_in_which_they_expire():
@@ -118,14 +146,24 @@ def test_a_request_that_needs_them_gets_their_blocks_where_nothing_else_runs():
 
 
 @contextlib.asynccontextmanager
-async def served() -> AsyncIterator[Controlled]:
+async def served(max_leased_share: float = 0.5) -> AsyncIterator[Controlled]:
     """An engine with pins and some cached blocks of 4 tokens."""
-    pins = JobPins(FixedTtl(10.0), MonotonicClock(), Metrics("engine"))
+    pins = JobPins(FixedTtl(10.0), MonotonicClock(), Metrics("engine"), max_leased_share=max_leased_share)
     features = WireFeatures([JobOfAdd(is_used=True)])
     async with controlled(scheduler=make_scheduler(features=[pins]), features=features) as engine:
         await engine.frontend.add(make_entry(1, prompt=list(range(40))))
         await engine.frontend.until_ended(1)
         yield engine
+
+
+@contextlib.asynccontextmanager
+async def unchanged(engine: Controlled) -> AsyncIterator[None]:
+    """Check that a pin stays, and that there is no other."""
+    asked = {"token_ids": list(range(40)), "ttl_s": 600.0, "job_id": "b"}
+    (before,) = (await engine.call(pin_blocks=asked)).pins.pins
+    yield
+    (after,) = (await engine.call(list_pins={})).pins.pins
+    assert (after.pin_id, after.num_blocks) == (before.pin_id, before.num_blocks)
 
 
 async def test_an_operator_pins_lists_and_releases():
@@ -156,7 +194,7 @@ async def test_an_operator_pins_lists_and_releases():
     ],
 )
 async def test_a_value_out_of_range_is_refused_by_its_field(call: dict[str, object], field: str):
-    async with served() as engine:
+    async with served() as engine, unchanged(engine):
         with pytest.raises(InvalidArgument) as refused:
             await engine.call(**call)
     assert [name for name, _ in refused.value.violations] == [field]
@@ -171,7 +209,7 @@ async def test_a_value_out_of_range_is_refused_by_its_field(call: dict[str, obje
     ],
 )
 async def test_what_is_not_there_is_refused(call: dict[str, object], kind: type[ServiceError]):
-    async with served() as engine:
+    async with served() as engine, unchanged(engine):
         with pytest.raises(kind):
             await engine.call(**call)
 
