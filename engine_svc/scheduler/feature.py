@@ -93,7 +93,7 @@ class SchedulerFeature:
     def on_note(self, request_id: str, note: Extra, now: float) -> None:
         """A frontend has said something of a request, which may have ended; any feature may have read it."""
 
-    def on_pressure(self) -> bool:
+    def on_pressure(self, is_running: bool) -> bool:
         """A request finds no blocks: a running one, for which others are preempted next, or a waiting one.
 
         Returns whether blocks were released that the feature retains. Called until the request has room.

@@ -516,7 +516,7 @@ class Scheduler:
         # Idle requests give way to running ones, and to waiting ones if nothing runs.
         if (besides is None or is_alone) and self._queues.reclaim(besides):
             return True
-        if any(on_pressure() for on_pressure in self._on_pressure):
+        if any(on_pressure(besides is None) for on_pressure in self._on_pressure):
             return True
         return is_alone and any(on_exhausted() for on_exhausted in self._on_exhausted)
 

@@ -171,9 +171,10 @@ class JobPins(SchedulerFeature):
     def on_withdraw(self) -> None:
         self._load.drop_steps()
 
-    def on_pressure(self) -> bool:
+    def on_pressure(self, is_running: bool) -> bool:
         self._load.is_short = True
-        return self._gives_pins_first and self._pins.give_up()
+        # Where requests wait at all times, no pin would last until its turn if they took pins as well.
+        return is_running and self._gives_pins_first and self._pins.give_up()
 
     def on_exhausted(self) -> bool:
         return self._pins.give_up()

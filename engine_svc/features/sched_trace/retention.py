@@ -39,7 +39,7 @@ class FeatureCalls(SchedulerFeature):
     def on_note(self, request_id: str, note: Extra, now: float) -> None:
         self.enter("note")
 
-    def on_pressure(self) -> bool:
+    def on_pressure(self, is_running: bool) -> bool:
         return self._ask("pressure")
 
     def on_exhausted(self) -> bool:

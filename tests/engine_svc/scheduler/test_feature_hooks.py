@@ -69,8 +69,8 @@ class GivesUp(Retainer):
         if request.request_id == "retained":
             super().on_finish(request)
 
-    def on_pressure(self) -> bool:
-        return self._release("pressure")
+    def on_pressure(self, is_running: bool) -> bool:
+        return self._release("pressure" if is_running else "pressure of waiting")
 
     def on_exhausted(self) -> bool:
         return self._release("exhausted")
@@ -115,17 +115,17 @@ def test_others_are_preempted_before_blocks_are_given_up_that_only_exhaustion_fr
     stage.add(request("a", 30, max_tokens=10), request("b", 30, max_tokens=10))
     stage.step_until_idle()
     # The request that was preempted waits for the other to end.
-    assert set(feature.asked) == {"pressure"}
+    assert set(feature.asked) == {"pressure", "pressure of waiting"}
     assert stage.scheduler.stats().num_preemptions == 1
     assert "retained" in stage.cache.retained
 
 
 def test_a_waiting_request_has_blocks_that_are_given_up_under_pressure():
-    feature = GivesUp("pressure")
+    feature = GivesUp("pressure of waiting")
     stage = stage_with_retained(feature, num_tokens=40)
     stage.add(request("a", 30), request("b", 40))
     assert stage.step().request_ids == ["a", "b"]
-    assert feature.asked == ["pressure"]
+    assert feature.asked == ["pressure of waiting"]
 
 
 def test_a_request_that_would_run_alone_exhausts_what_is_retained():
@@ -133,7 +133,7 @@ def test_a_request_that_would_run_alone_exhausts_what_is_retained():
     stage = stage_with_retained(feature, num_tokens=50)
     stage.add(request("a", 60))
     assert stage.step().request_ids == ["a"]
-    assert feature.asked == ["pressure", "exhausted"]
+    assert feature.asked == ["pressure of waiting", "exhausted"]
 
 
 def test_a_request_that_runs_alone_goes_on_with_what_is_retained():

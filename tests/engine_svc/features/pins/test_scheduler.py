@@ -304,6 +304,15 @@ def test_pins_are_given_up_before_running_requests_are_preempted_if_so_chosen():
     assert jobs.outcomes.get("given_up", 0) == 1
 
 
+def test_no_pin_is_given_up_for_a_request_that_waits_while_others_run():
+    jobs = Jobs(num_blocks=10, gives_pins_first=True)
+    pinned_jobs(jobs, "a", "b")
+    jobs.add("", prompt(30, 8000), max_tokens=2)
+    waiting = jobs.add("", prompt(40, 9000))
+    jobs.step()
+    assert (jobs.pinned, waiting.num_computed_tokens) == (["a", "b"], 0)
+
+
 def test_a_reset_releases_pins():
     jobs = Jobs()
     pinned_jobs(jobs, "a", "b")

@@ -70,7 +70,7 @@ class Keeper(SchedulerFeature):
     def on_note(self, request_id: str, note: Extra, now: float) -> None:
         self._release_first("note")
 
-    def on_pressure(self) -> bool:
+    def on_pressure(self, is_running: bool) -> bool:
         return int(self._now) % 2 == 0 and self._release_first("pressure")
 
     def on_exhausted(self) -> bool:
