@@ -7,7 +7,6 @@ from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 # Sources of gaps, the least recently used is forgotten, and gaps of each.
@@ -75,10 +74,10 @@ class ToolGaps:
 
 @dataclass(frozen=True, slots=True)
 class PinValue:
-    """What a pin is worth at this time.
+    """What a pin is worth at this time, in seconds of steps.
 
-    saved_s: seconds that the job's next turn ends sooner if its blocks are there.
-    cost_s: seconds that others end later, for each second of the pin.
+    saved_s: that the job's next turn takes less if its blocks are there.
+    cost_s: that others' requests take more, for each second of the pin.
     """
 
     saved_s: float
@@ -120,7 +119,7 @@ class LogNormalTtl:
 
 @dataclass(frozen=True, slots=True)
 class UtilityTtl:
-    """The time at which the expected gain is greatest: P(gap <= time) * saved_s - time * cost_s."""
+    """The time of the greatest expected gain: P(gap <= time) * saved_s - E(min(gap, time)) * cost_s."""
 
     def ttl_s(self, gaps: Sequence[float], value: PinValue) -> float:
         if len(gaps) >= MIN_SEEN:
@@ -131,26 +130,22 @@ class UtilityTtl:
 def _best_seen(gaps: Sequence[float], value: PinValue) -> float:
     best_s, most = 0.0, 0.0
     # One gap more than there were is longer than all of them.
-    share = value.saved_s / (len(gaps) + 1)
-    # Of equal gaps the last counts.
-    pairs = enumerate(pairwise((*gaps, math.inf)), start=1)
-    ends = [rank for rank, (gap_s, later) in pairs if later > gap_s]
-    for rank in ends:
-        ttl_s = min(gaps[rank - 1] * _LATE_FACTOR + _LATE_S, MAX_TTL_S)
-        gain = rank * share - ttl_s * value.cost_s
+    num_gaps = len(gaps) + 1
+    waited_s = 0.0  # the sum of the gaps up to the time
+    for rank, gap_s in enumerate(gaps, start=1):
+        waited_s += gap_s
+        ttl_s = min(gap_s * _LATE_FACTOR + _LATE_S, MAX_TTL_S)
+        gain = rank * value.saved_s - (waited_s + (num_gaps - rank) * ttl_s) * value.cost_s
         if gain > most:
             best_s, most = ttl_s, gain
     return best_s
 
 
 def _best_exponential(mean_s: float, value: PinValue) -> float:
-    mean_s = max(mean_s, 1e-3)
-    cost = value.cost_s * mean_s
-    if value.saved_s <= cost:
+    """Each second of it has the same gain as every other, so it lasts to the tail or not at all."""
+    if value.saved_s <= value.cost_s * mean_s:
         return 0.0
-    longest_s = _TAIL * mean_s
-    ttl_s = min(longest_s, mean_s * math.log(value.saved_s / cost)) if cost else longest_s
-    return min(ttl_s, MAX_TTL_S)
+    return min(_TAIL * max(mean_s, 1e-3), MAX_TTL_S)
 
 
 class StepSeconds:
@@ -158,13 +153,15 @@ class StepSeconds:
 
     def __init__(self) -> None:
         self._count = self._x = self._y = self._xx = self._xy = 0.0
+        self._parts = 0.0  # of a step for each of its rows
 
-    def note(self, num_tokens: int, seconds: float) -> None:
+    def note(self, num_tokens: int, num_rows: int, seconds: float) -> None:
         self._count = self._count * _FADING + 1
         self._x = self._x * _FADING + num_tokens
         self._y = self._y * _FADING + seconds
         self._xx = self._xx * _FADING + num_tokens * num_tokens
         self._xy = self._xy * _FADING + num_tokens * seconds
+        self._parts = self._parts * _FADING + 1 / num_rows
 
     @property
     def per_token(self) -> float:
@@ -174,3 +171,11 @@ class StepSeconds:
         if spread <= 1e-9 * self._count * self._xx:
             return self._y / self._x if self._x else 0.0
         return max(0.0, (self._count * self._xy - self._x * self._y) / spread)
+
+    @property
+    def saved_per_row(self) -> float:
+        """Share of the time that a further row in each step saves, as rows share the fixed part of a step."""
+        if not self._y:
+            return 0.0
+        base_s = max(0.0, self._y - self.per_token * self._x) / self._count
+        return base_s * self._parts / self._y

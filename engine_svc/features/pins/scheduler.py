@@ -79,14 +79,6 @@ class _Job:
         self.ended_at, self.ended_id, self.tool = None, "", ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A turn that has not ended. is_next: the job has had another that has."""
-
-    turn: JobTurn
-    is_next: bool
-
-
 class JobPins(SchedulerFeature):
     """One pin a job, of the blocks that its last turn has computed, and pins of operators."""
 
@@ -115,7 +107,7 @@ class JobPins(SchedulerFeature):
         self._gaps = ToolGaps()
         self._load = _Load()
         self._jobs: OrderedDict[str, _Job] = OrderedDict()
-        self._turns: dict[Request, _Turn] = {}
+        self._turns: dict[Request, JobTurn] = {}  # that have not ended
         self._waiting: dict[str, Request] = {}  # those that have not run, by id
         self._job_of: dict[str, str] = {}  # by id of the last turn that has ended
         self._gap_s = metrics.histogram(
@@ -137,7 +129,7 @@ class JobPins(SchedulerFeature):
         self._jobs.move_to_end(request.job)
         job.num_open += 1
         job.num_waiting += 1
-        self._turns[request] = _Turn(turn, is_next=job.ended_at is not None)
+        self._turns[request] = turn
         self._waiting[request.request_id] = request
         if job.ended_at is not None:
             gap_s = max(0.0, request.timeline.queued_at - job.ended_at)
@@ -152,17 +144,14 @@ class JobPins(SchedulerFeature):
 
     def on_plan(self, plan: StepPlan) -> None:
         now = self._clock.now()
-        self._load.begin_step(plan.total_num_tokens, now)
+        self._load.begin_step(plan.total_num_tokens, len(plan.request_ids), now)
         for admitted in plan.admitted:
             request = self._waiting.pop(admitted.request_id, None)
             if request is None:
                 continue
             self._jobs[request.job].num_waiting -= 1
-            is_pinned = request.job in self._pins
-            if self._turns[request].is_next:
-                self._load.note_wait(now - request.timeline.queued_at, is_pinned=is_pinned)
             # What it has taken over it holds itself by now.
-            if is_pinned:
+            if request.job in self._pins:
                 self._pins.release(request.job, "used")
 
     def on_update(self, plan: StepPlan, result: StepResult) -> None:
@@ -185,10 +174,10 @@ class JobPins(SchedulerFeature):
     def on_finish(self, request: Request) -> None:
         num_blocks = sum(len(table.block_ids) - table.num_released for table in request.block_tables)
         self._load.note_size(num_blocks)
-        open_turn = self._turns.pop(request, None)
-        if open_turn is None:
+        turn = self._turns.pop(request, None)
+        if turn is None:
             return
-        turn, job = open_turn.turn, self._jobs[request.job]
+        job = self._jobs[request.job]
         job.num_open -= 1
         if self._waiting.pop(request.request_id, None) is not None:
             job.num_waiting -= 1
@@ -341,9 +330,8 @@ class _Load:
         self._step_seconds = StepSeconds()
         self._pressure = 0.0  # share of the time in which blocks are short
         self._mean_size = _Mean()  # of requests at their end, in blocks
-        self._wait_s = {True: _Mean(), False: _Mean()}  # of turns after the first, by whether they had a pin
         self._stepped_at: float | None = None
-        self._began_at: deque[tuple[int, float]] = deque()  # tokens and beginnings of the steps in flight
+        self._in_flight: deque[tuple[int, int, float]] = deque()  # tokens, rows and beginnings of steps
         self._ended_at = -math.inf
 
     def note_step(self, now: float) -> None:
@@ -352,28 +340,24 @@ class _Load:
             self._pressure += share * (self.is_short - self._pressure)
         self._stepped_at, self.is_short = now, False
 
-    def begin_step(self, num_tokens: int, now: float) -> None:
-        self._began_at.append((num_tokens, now))
+    def begin_step(self, num_tokens: int, num_rows: int, now: float) -> None:
+        self._in_flight.append((num_tokens, num_rows, now))
 
     def end_step(self, now: float) -> None:
-        num_tokens, began_at = self._began_at.popleft()
-        self._step_seconds.note(num_tokens, now - max(began_at, self._ended_at))
+        num_tokens, num_rows, began_at = self._in_flight.popleft()
+        self._step_seconds.note(num_tokens, num_rows, now - max(began_at, self._ended_at))
         self._ended_at = now
 
     def drop_steps(self) -> None:
-        self._began_at.clear()
+        self._in_flight.clear()
 
     def note_size(self, num_blocks: int) -> None:
         self._mean_size.note(num_blocks)
 
-    def note_wait(self, seconds: float, *, is_pinned: bool) -> None:
-        self._wait_s[is_pinned].note(seconds)
-
     def value_of(self, num_tokens: int, num_blocks: int) -> PinValue:
         """The value of a pin with which a prompt of `num_tokens` need not be computed again."""
-        with_pin_s, without_s = self._wait_s[True].value, self._wait_s[False].value
-        saved_s = num_tokens * self._step_seconds.per_token
-        if with_pin_s is not None and without_s is not None:
-            saved_s += max(0.0, without_s - with_pin_s)
         # While blocks are short, those of a pin keep others from running, as many as would fit into them.
-        return PinValue(saved_s, self._pressure * num_blocks / max(1.0, self._mean_size.value or 0.0))
+        num_rows = self._pressure * num_blocks / max(1.0, self._mean_size.value or 0.0)
+        return PinValue(
+            num_tokens * self._step_seconds.per_token, num_rows * self._step_seconds.saved_per_row
+        )

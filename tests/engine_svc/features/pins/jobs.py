@@ -25,6 +25,7 @@ class Jobs:
         gives_pins_first: bool = False,
         num_blocks: int = 18,
         max_num_seqs: int = 8,
+        seconds_per_step: float = 0.0,
         seconds_per_token: float = 0.0,
     ) -> None:
         self.metrics = Metrics("engine")
@@ -33,7 +34,7 @@ class Jobs:
             policy=POLICY, features=[self.pins], num_blocks=num_blocks, max_num_seqs=max_num_seqs
         )
         self.scheduler, self.cache = self.stage.scheduler, self.stage.cache
-        self._seconds_per_token = seconds_per_token
+        self._seconds_per_step, self._seconds_per_token = seconds_per_step, seconds_per_token
         self._num_turns = 0
 
     def now(self) -> float:
@@ -74,9 +75,9 @@ class Jobs:
         return request
 
     def step(self) -> StepPlan:
-        """A step takes a second until it is planned, and then time for each token."""
+        """A step takes a second until it is planned, and then its own time and that of each token."""
         plan = self.stage.schedule()
-        self.stage.now += plan.total_num_tokens * self._seconds_per_token
+        self.stage.now += self._seconds_per_step + plan.total_num_tokens * self._seconds_per_token
         self.stage.update(plan)
         return plan
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
@@ -51,18 +50,17 @@ def test_the_time_by_seen_gaps_is_the_best_of_all_times():
 
         def gain(ttl_s: float, gaps: list[float] = gaps, value: PinValue = value) -> float:
             # The time is a little longer than the gap that it covers.
-            num_covered = sum(gap_s * 1.1 + 0.05 <= ttl_s + 1e-9 for gap_s in gaps)
-            return num_covered / (len(gaps) + 1) * value.saved_s - ttl_s * value.cost_s
+            covered = [gap_s for gap_s in gaps if gap_s * 1.1 + 0.05 <= ttl_s + 1e-9]
+            num_others = len(gaps) + 1 - len(covered)
+            cost_s = (sum(covered) + num_others * ttl_s) * value.cost_s
+            return (len(covered) * value.saved_s - cost_s) / (len(gaps) + 1)
 
         best = max(gain(index * 0.01) for index in range(2000))
         assert gain(UtilityTtl().ttl_s(gaps, value)) >= best - 0.011 * value.cost_s - 1e-9
 
 
-def test_few_gaps_are_taken_for_exponential():
-    ttl_s = UtilityTtl().ttl_s([1.0, 3.0], DEAR)
-    # Where the gain grows no more: 10 / 2 * exp(-t / 2) = 1.
-    assert ttl_s == pytest.approx(2.0 * math.log(5.0))
-    assert UtilityTtl().ttl_s([1.0, 3.0], FREE) == pytest.approx(6.0)
+def test_few_gaps_are_taken_for_exponential_and_covered_to_the_tail_or_not_at_all():
+    assert UtilityTtl().ttl_s([1.0, 3.0], DEAR) == pytest.approx(6.0)
     assert UtilityTtl().ttl_s([1.0, 3.0], WORTHLESS) == 0.0
     assert UtilityTtl().ttl_s([], DEAR) > 0.0
 
@@ -94,13 +92,23 @@ def test_the_time_of_a_token_is_the_slope_over_steps_of_several_sizes():
     steps = StepSeconds()
     assert steps.per_token == 0.0
     for _ in range(20):
-        steps.note(1, 0.012)
-        steps.note(500, 0.51)
+        steps.note(1, 1, 0.012)
+        steps.note(500, 1, 0.51)
     assert steps.per_token == pytest.approx(0.498 / 499)
 
 
 def test_steps_of_one_size_have_no_slope_and_count_as_a_whole():
     steps = StepSeconds()
     for _ in range(20):
-        steps.note(10, 0.5)
+        steps.note(10, 10, 0.5)
     assert steps.per_token == pytest.approx(0.05)
+
+
+def test_a_further_row_saves_its_part_of_what_steps_cost_without_tokens():
+    steps = StepSeconds()
+    assert steps.saved_per_row == 0.0
+    for _ in range(20):
+        steps.note(4, 4, 0.02 + 0.004)
+        steps.note(100, 1, 0.02 + 0.1)
+    # 0.02 s of a step are shared by four rows, and by one.
+    assert steps.saved_per_row == pytest.approx((0.02 / 4 + 0.02) / (0.024 + 0.12), rel=0.01)

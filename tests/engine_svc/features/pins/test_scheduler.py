@@ -327,7 +327,7 @@ def test_a_reset_releases_pins():
 def test_while_blocks_are_short_slow_prompts_are_worth_a_pin_and_fast_ones_are_not(
     seconds_per_token: float, pinned: list[str]
 ):
-    jobs = Jobs(UtilityTtl(), num_blocks=10, seconds_per_token=seconds_per_token)
+    jobs = Jobs(UtilityTtl(), num_blocks=10, seconds_per_step=0.5, seconds_per_token=seconds_per_token)
     jobs.run("a", prompt(40))
     jobs.add("", prompt(8, 5000), max_tokens=100)
     waiting = jobs.add("", prompt(100, 9000))
