@@ -137,10 +137,12 @@ class ServedAdapters(WireFeature):
     async def _remove(self, context: CallContext, call: utility_pb2.UtilityCall) -> utility_pb2.UtilityResult:
         """Forget an adapter. Its running requests keep it."""
         name = call.remove_adapter.name
-        self._check_known(name)
-        del self._known[name]
-        self._pinned.discard(name)
-        self._note_pins()
+        # After one that is being added.
+        async with self._lock:
+            self._check_known(name)
+            del self._known[name]
+            self._pinned.discard(name)
+            self._note_pins()
         context.engine.announce_again()
         return utility_pb2.UtilityResult(done=utility_pb2.UtilityDone())
 

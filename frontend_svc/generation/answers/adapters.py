@@ -17,6 +17,7 @@ from frontend_svc.text.limits import Violations
 from triptych.engine.v1 import utility_pb2
 from triptych_kit.errors import (
     AlreadyExists,
+    DeadlineExceeded,
     FailedPrecondition,
     NotFound,
     ResourceExhausted,
@@ -44,8 +45,8 @@ _Results = dict[EngineClient, utility_pb2.UtilityResult | ServiceError]
 class AdapterAnswers:
     """Changes one adapter at a time. Call `engines_changed` after each change of an engine.
 
-    An engine process that comes later gets the changes that were made by this frontend; it is used meanwhile,
-    for requests without what it lacks.
+    An engine that comes later, or was out of reach, gets the changes that were made by this frontend; it is
+    used meanwhile, for requests without what it lacks.
     """
 
     def __init__(self, directory: Directory) -> None:
@@ -53,7 +54,7 @@ class AdapterAnswers:
         self._turn = asyncio.Lock()
         self._num_waiting = 0
         self._paths: dict[tuple[str, str], str] = {}  # by model and name; empty: it is unloaded
-        self._epochs: dict[str, int] = {}  # of the engine processes that have these, by address
+        self._epochs: dict[str, int] = {}  # of the engine processes that are ready, by address
         self._announced = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -82,13 +83,11 @@ class AdapterAnswers:
     def engines_changed(self) -> None:
         """Repeat the changes at engine processes that were not there when they were made."""
         self._announced.set()
-        clients = self._directory.clients()
-        self._epochs = {each.address: self._epochs.get(each.address, 0) for each in clients}
-        for client in clients:
-            if client.state is EngineState.READY and self._epochs[client.address] != client.engine_epoch:
-                self._epochs[client.address] = client.engine_epoch
-                if self._paths:
-                    self._begin(self._repeat(client))
+        ready = [each for each in self._directory.clients() if each.state is EngineState.READY]
+        known, self._epochs = self._epochs, {each.address: each.engine_epoch for each in ready}
+        for client in ready:
+            if known.get(client.address) != client.engine_epoch and self._paths:
+                self._begin(self._repeat(client))
 
     async def _in_turn(self, change: Coroutine[Any, Any, None]) -> None:
         if self._num_waiting >= _MAX_WAITING:
@@ -134,7 +133,7 @@ class AdapterAnswers:
         if error is None and len(digests) > 1:
             error = FailedPrecondition(f"engines have different files at {path}", reason="ADAPTERS_DIFFER")
         if error is not None:
-            changed = [engine for engine in _done(results) if before[engine] not in digests]
+            changed = [engine for engine in _maybe_done(results) if before[engine] not in digests]
             await self._undo(model, name, changed, before)
             raise error
         self._note(model, name, path)
@@ -158,7 +157,7 @@ class AdapterAnswers:
         results = await _on_all(engines, _remove(name))
         error = _first_error(results, lambda engine, error: isinstance(error, NotFound))
         if error is not None:
-            await self._undo(model, name, _done(results), before)
+            await self._undo(model, name, _maybe_done(results), before)
             raise error
         self._note(model, name, "")
         await self._until(lambda: not any(_digest_at(one, name) for one in _done(results)))
@@ -253,6 +252,12 @@ async def _on_all(engines: Sequence[EngineClient], call: utility_pb2.UtilityCall
 
 def _done(results: _Results) -> list[EngineClient]:
     return [engine for engine, result in results.items() if not isinstance(result, ServiceError)]
+
+
+def _maybe_done(results: _Results) -> list[EngineClient]:
+    """Also those that have not answered in time."""
+    late = [engine for engine, result in results.items() if isinstance(result, DeadlineExceeded)]
+    return [*_done(results), *late]
 
 
 def _first_error(

@@ -12,7 +12,7 @@ import pytest
 
 from tests.frontend_svc.fakes import WAIT_S, FakeEngine, answer, serving
 from tests.frontend_svc.protocols.test_openai import HTTPClient, Reply
-from triptych_kit.errors import Internal, InvalidArgument, PermissionDenied
+from triptych_kit.errors import DeadlineExceeded, Internal, InvalidArgument, PermissionDenied
 
 COOK = {"lora_name": "cook", "lora_path": "/adapters/cook"}
 
@@ -113,6 +113,35 @@ async def test_an_engine_that_returns_gets_what_was_loaded_and_unloaded():
         await engines[1].start(engines[1].address)
         await engines[1].wait(lambda: set(engines[1].adapters) == {"cook"})
     assert engines[0].adapters == engines[1].adapters
+
+
+async def test_an_engine_that_was_out_of_reach_gets_what_was_changed_meanwhile():
+    engines = two()
+    async with administered(*engines) as admin:
+        await engines[1].kill()
+        await engines[0].wait(lambda: not engines[1].sessions)
+        assert (await admin.load()).status == 200
+        assert engines[1].adapters == {}
+        await engines[1].start(engines[1].address)
+        await engines[1].wait(lambda: set(engines[1].adapters) == {"cook"})
+
+
+async def test_an_engine_that_answers_too_late_keeps_nothing_of_what_fails():
+    engines = two()
+    late = engines[1]
+
+    def do_without_answer() -> None:
+        late.on_call, late.refusal = do_in_time, DeadlineExceeded("no answer")
+        late.adapters["cook"] = "aa" * 32
+
+    def do_in_time() -> None:
+        late.refusal = None
+
+    late.on_call = do_without_answer
+    async with administered(*engines) as admin:
+        assert (await admin.load()).status == 504
+        assert await admin.code_of() == 404
+    assert [engine.adapters for engine in engines] == [{}, {}]
 
 
 async def test_an_engine_that_is_lost_does_not_fail_what_the_others_do():

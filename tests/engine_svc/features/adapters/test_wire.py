@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,3 +75,13 @@ async def test_an_adapter_without_a_pin_stays_as_it_is_and_an_unknown_one_is_ref
     assert not chef.pinned
     with pytest.raises(NotFound, match="adapter 'baker' is not loaded"):
         await called(adapters, unpin_adapter={"name": "baker"})
+
+
+async def test_changes_of_adapters_keep_their_order(adapters, tmp_path):
+    context = SimpleNamespace(engine=SimpleNamespace(announce_again=lambda: None))
+    added = {"name": "baker", "path": str(tmp_path / "adapters" / "cook")}
+    await asyncio.gather(
+        called(adapters, context, add_adapter=added),
+        called(adapters, context, remove_adapter={"name": "baker"}),
+    )
+    assert [each.name for each in await called(adapters, list_adapters={})] == ["chef", "cook"]
