@@ -32,6 +32,7 @@ from frontend_svc.generation.answers.generate import GenerateAnswers, stream_gen
 from frontend_svc.generation.answers.models import ModelAnswers
 from frontend_svc.generation.answers.pooling import PoolingAnswers
 from frontend_svc.generation.answers.resumable import ResumableStreams
+from frontend_svc.generation.answers.session import SessionAnswers
 from frontend_svc.generation.answers.tokenizer import TokenizerAnswers
 from frontend_svc.generation.drain import Drain
 from frontend_svc.generation.failover import Failover
@@ -299,6 +300,7 @@ def _answers(
     directory, takes_templates = engines.directory, config.request_templates
     return Answers(
         GenerateAnswers(requests.generation, requests.resumable),
+        SessionAnswers(requests.generation, max_sessions=config.max_sessions),
         ChatAnswers(requests.generation, takes_templates=takes_templates),
         PoolingAnswers(requests.pooling),
         TokenizerAnswers(directory, takes_templates=takes_templates),
@@ -311,7 +313,7 @@ def _answers(
 
 def _public_api(answers: Answers, requests: RequestParts) -> PublicAPI:
     return PublicAPI(
-        InferenceServicer(answers.generate),
+        InferenceServicer(answers.generate, answers.session),
         ChatServicer(answers.chat),
         EmbeddingServicer(answers.pooling),
         TokenizerServicer(answers.tokenizer),

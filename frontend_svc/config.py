@@ -81,6 +81,7 @@ class FrontendConfig(SecurityOptions):
     max_queued_prompt_tokens: int = option(
         2_000_000, help="limit of prompt tokens of requests without a first token; more are refused"
     )
+    max_sessions: int = option(1024, help="limit of open calls of GenerateSession; more are refused")
     max_stored_responses: int = option(
         10_000, help="limit of responses of OpenAI's API that are kept to be continued; 0: none is kept"
     )
@@ -189,6 +190,7 @@ class FrontendConfig(SecurityOptions):
             "http_max_connections",
             "max_queued_requests",
             "max_queued_prompt_tokens",
+            "max_sessions",
             "max_n",
             "stream_interval",
         ):

@@ -20,6 +20,7 @@ from frontend_svc.generation.answers.generate import GenerateAnswers
 from frontend_svc.generation.answers.models import ModelAnswers
 from frontend_svc.generation.answers.pooling import PoolingAnswers
 from frontend_svc.generation.answers.resumable import ResumableStreams
+from frontend_svc.generation.answers.session import SessionAnswers
 from frontend_svc.generation.answers.tokenizer import TokenizerAnswers
 from frontend_svc.generation.drain import Drain
 from frontend_svc.generation.failover import Failover
@@ -79,6 +80,7 @@ class Answers:
     """Answers to public requests, of which every protocol is a translation."""
 
     generate: GenerateAnswers
+    session: SessionAnswers
     chat: ChatAnswers
     pooling: PoolingAnswers
     tokenizer: TokenizerAnswers

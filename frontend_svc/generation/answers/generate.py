@@ -109,7 +109,7 @@ async def stream_generate(
         position = 1
         yield Response(position=position, started=started)
         while True:
-            for message in _messages(opened, output, position, {}):
+            for message in messages_of(opened, output, position, {}):
                 position = message.position
                 yield message
             if output.is_last:
@@ -141,7 +141,7 @@ async def stream_rest(
                 while not is_last:
                     output = await opened.next()
                     is_last = output.is_last
-                    for message in _messages(opened, output, position, cuts):
+                    for message in messages_of(opened, output, position, cuts):
                         position = message.position
                         yield message
 
@@ -179,7 +179,7 @@ class Cut:
                 )
 
 
-def _messages(
+def messages_of(
     opened: OpenRequest, output: Output, position: int, cuts: Mapping[int, Cut]
 ) -> Iterator[Response]:
     for piece in output.pieces:

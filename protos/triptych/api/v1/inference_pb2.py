@@ -25,10 +25,11 @@ _sym_db = _symbol_database.Default()
 from triptych.api.v1 import generate_pb2 as triptych_dot_api_dot_v1_dot_generate__pb2
 from triptych.common.v1 import error_pb2 as triptych_dot_common_dot_v1_dot_error__pb2
 from triptych.common.v1 import output_pb2 as triptych_dot_common_dot_v1_dot_output__pb2
+from triptych.common.v1 import sampling_pb2 as triptych_dot_common_dot_v1_dot_sampling__pb2
 from triptych.options.v1 import rules_pb2 as triptych_dot_options_dot_v1_dot_rules__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftriptych/api/v1/inference.proto\x12\x0ftriptych.api.v1\x1a\x1etriptych/api/v1/generate.proto\x1a\x1etriptych/common/v1/error.proto\x1a\x1ftriptych/common/v1/output.proto\x1a\x1ftriptych/options/v1/rules.proto\"M\n\x14GenerateUnaryRequest\x12\x31\n\x07request\x18\x01 \x01(\x0b\x32 .triptych.api.v1.GenerateRequest:\x02\x18\x01\"\x96\x01\n\x15GenerateUnaryResponse\x12)\n\x07started\x18\x01 \x01(\x0b\x32\x18.triptych.api.v1.Started\x12(\n\x07outputs\x18\x02 \x03(\x0b\x32\x17.triptych.api.v1.Output\x12(\n\x05usage\x18\x03 \x01(\x0b\x32\x19.triptych.common.v1.Usage\"\\\n\x14GenerateBatchRequest\x12\x44\n\x08requests\x18\x01 \x03(\x0b\x32 .triptych.api.v1.GenerateRequestB\x10\xca\xf4\x18\x0cH\x01P\x80\x08\x62\x05items\"\x9e\x01\n\x15GenerateBatchResponse\x12\x12\n\nitem_index\x18\x01 \x01(\r\x12\x35\n\x08response\x18\x02 \x01(\x0b\x32!.triptych.api.v1.GenerateResponseH\x00\x12\x30\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1f.triptych.common.v1.ErrorStatusH\x00\x42\x08\n\x06result\"\xb4\x01\n\x16GenerateSessionRequest\x12\x31\n\x05start\x18\x01 \x01(\x0b\x32 .triptych.api.v1.GenerateRequestH\x00\x12\x30\n\x06\x61ppend\x18\x02 \x01(\x0b\x32\x1e.triptych.api.v1.SessionAppendH\x00\x12*\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x1b.triptych.api.v1.SessionEndH\x00\x42\t\n\x07message\"Z\n\rSessionAppend\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12.\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x19.triptych.api.v1.TokenIdsH\x00\x42\x07\n\x05input\"\x0c\n\nSessionEnd\"N\n\x17GenerateSessionResponse\x12\x33\n\x08response\x18\x01 \x01(\x0b\x32!.triptych.api.v1.GenerateResponse\"\x90\x01\n\rResumeRequest\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\x12\x36\n\rlast_position\x18\x02 \x01(\x04\x42\x1f\xca\xf4\x18\x1b\n\x07\x30, none\x11\x00\x00\x00\x00\x00\x00\x00\x00!\x00\x00\x00\x00\x00\x00\xf0\x42\x12\x31\n\x08received\x18\x03 \x03(\x0b\x32\x1f.triptych.api.v1.ReceivedOutput\"g\n\x0eReceivedOutput\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x16\n\x0enum_characters\x18\x03 \x01(\x04\x12\x13\n\x0bis_finished\x18\x04 \x01(\x08\"E\n\x0eResumeResponse\x12\x33\n\x08response\x18\x01 \x01(\x0b\x32!.triptych.api.v1.GenerateResponse2\xbd\x04\n\x10InferenceService\x12Q\n\x08Generate\x12 .triptych.api.v1.GenerateRequest\x1a!.triptych.api.v1.GenerateResponse0\x01\x12X\n\x0cGenerateOnce\x12 .triptych.api.v1.GenerateRequest\x1a&.triptych.api.v1.GenerateUnaryResponse\x12\x63\n\rGenerateUnary\x12%.triptych.api.v1.GenerateUnaryRequest\x1a&.triptych.api.v1.GenerateUnaryResponse\"\x03\x88\x02\x01\x12`\n\rGenerateBatch\x12%.triptych.api.v1.GenerateBatchRequest\x1a&.triptych.api.v1.GenerateBatchResponse0\x01\x12h\n\x0fGenerateSession\x12\'.triptych.api.v1.GenerateSessionRequest\x1a(.triptych.api.v1.GenerateSessionResponse(\x01\x30\x01\x12K\n\x06Resume\x12\x1e.triptych.api.v1.ResumeRequest\x1a\x1f.triptych.api.v1.ResumeResponse0\x01\x42<\n\x0ftriptych.api.v1P\x01Z\x15triptych/api/v1;apiv1\xaa\x02\x0fTriptych.Api.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftriptych/api/v1/inference.proto\x12\x0ftriptych.api.v1\x1a\x1etriptych/api/v1/generate.proto\x1a\x1etriptych/common/v1/error.proto\x1a\x1ftriptych/common/v1/output.proto\x1a!triptych/common/v1/sampling.proto\x1a\x1ftriptych/options/v1/rules.proto\"M\n\x14GenerateUnaryRequest\x12\x31\n\x07request\x18\x01 \x01(\x0b\x32 .triptych.api.v1.GenerateRequest:\x02\x18\x01\"\x96\x01\n\x15GenerateUnaryResponse\x12)\n\x07started\x18\x01 \x01(\x0b\x32\x18.triptych.api.v1.Started\x12(\n\x07outputs\x18\x02 \x03(\x0b\x32\x17.triptych.api.v1.Output\x12(\n\x05usage\x18\x03 \x01(\x0b\x32\x19.triptych.common.v1.Usage\"\\\n\x14GenerateBatchRequest\x12\x44\n\x08requests\x18\x01 \x03(\x0b\x32 .triptych.api.v1.GenerateRequestB\x10\xca\xf4\x18\x0cH\x01P\x80\x08\x62\x05items\"\x9e\x01\n\x15GenerateBatchResponse\x12\x12\n\nitem_index\x18\x01 \x01(\r\x12\x35\n\x08response\x18\x02 \x01(\x0b\x32!.triptych.api.v1.GenerateResponseH\x00\x12\x30\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1f.triptych.common.v1.ErrorStatusH\x00\x42\x08\n\x06result\"\xef\x01\n\x16GenerateSessionRequest\x12\x31\n\x05start\x18\x01 \x01(\x0b\x32 .triptych.api.v1.GenerateRequestH\x00\x12\x30\n\x06\x61ppend\x18\x02 \x01(\x0b\x32\x1e.triptych.api.v1.SessionAppendH\x00\x12*\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x1b.triptych.api.v1.SessionEndH\x00\x12\x39\n\x0b\x63\x61ncel_turn\x18\x04 \x01(\x0b\x32\".triptych.api.v1.SessionCancelTurnH\x00\x42\t\n\x07message\"\xa9\x01\n\rSessionAppend\x12\x18\n\x06prompt\x18\x01 \x01(\tB\x06\xca\xf4\x18\x02x\x01H\x00\x12.\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x19.triptych.api.v1.TokenIdsH\x00\x12\x45\n\x08sampling\x18\x03 \x01(\x0b\x32\".triptych.common.v1.SamplingParamsB\x0f\xca\xf4\x18\x0b\n\tas beforeB\x07\n\x05input\"\x0c\n\nSessionEnd\"\x13\n\x11SessionCancelTurn\"b\n\x17GenerateSessionResponse\x12\x33\n\x08response\x18\x01 \x01(\x0b\x32!.triptych.api.v1.GenerateResponse\x12\x12\n\nturn_ended\x18\x02 \x01(\x08\"\x90\x01\n\rResumeRequest\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\x12\x36\n\rlast_position\x18\x02 \x01(\x04\x42\x1f\xca\xf4\x18\x1b\n\x07\x30, none\x11\x00\x00\x00\x00\x00\x00\x00\x00!\x00\x00\x00\x00\x00\x00\xf0\x42\x12\x31\n\x08received\x18\x03 \x03(\x0b\x32\x1f.triptych.api.v1.ReceivedOutput\"g\n\x0eReceivedOutput\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x16\n\x0enum_characters\x18\x03 \x01(\x04\x12\x13\n\x0bis_finished\x18\x04 \x01(\x08\"E\n\x0eResumeResponse\x12\x33\n\x08response\x18\x01 \x01(\x0b\x32!.triptych.api.v1.GenerateResponse2\xbd\x04\n\x10InferenceService\x12Q\n\x08Generate\x12 .triptych.api.v1.GenerateRequest\x1a!.triptych.api.v1.GenerateResponse0\x01\x12X\n\x0cGenerateOnce\x12 .triptych.api.v1.GenerateRequest\x1a&.triptych.api.v1.GenerateUnaryResponse\x12\x63\n\rGenerateUnary\x12%.triptych.api.v1.GenerateUnaryRequest\x1a&.triptych.api.v1.GenerateUnaryResponse\"\x03\x88\x02\x01\x12`\n\rGenerateBatch\x12%.triptych.api.v1.GenerateBatchRequest\x1a&.triptych.api.v1.GenerateBatchResponse0\x01\x12h\n\x0fGenerateSession\x12\'.triptych.api.v1.GenerateSessionRequest\x1a(.triptych.api.v1.GenerateSessionResponse(\x01\x30\x01\x12K\n\x06Resume\x12\x1e.triptych.api.v1.ResumeRequest\x1a\x1f.triptych.api.v1.ResumeResponse0\x01\x42<\n\x0ftriptych.api.v1P\x01Z\x15triptych/api/v1;apiv1\xaa\x02\x0fTriptych.Api.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,32 +41,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEUNARYREQUEST']._serialized_options = b'\030\001'
   _globals['_GENERATEBATCHREQUEST'].fields_by_name['requests']._loaded_options = None
   _globals['_GENERATEBATCHREQUEST'].fields_by_name['requests']._serialized_options = b'\312\364\030\014H\001P\200\010b\005items'
+  _globals['_SESSIONAPPEND'].fields_by_name['prompt']._loaded_options = None
+  _globals['_SESSIONAPPEND'].fields_by_name['prompt']._serialized_options = b'\312\364\030\002x\001'
+  _globals['_SESSIONAPPEND'].fields_by_name['sampling']._loaded_options = None
+  _globals['_SESSIONAPPEND'].fields_by_name['sampling']._serialized_options = b'\312\364\030\013\n\tas before'
   _globals['_RESUMEREQUEST'].fields_by_name['last_position']._loaded_options = None
   _globals['_RESUMEREQUEST'].fields_by_name['last_position']._serialized_options = b'\312\364\030\033\n\0070, none\021\000\000\000\000\000\000\000\000!\000\000\000\000\000\000\360B'
   _globals['_INFERENCESERVICE'].methods_by_name['GenerateUnary']._loaded_options = None
   _globals['_INFERENCESERVICE'].methods_by_name['GenerateUnary']._serialized_options = b'\210\002\001'
-  _globals['_GENERATEUNARYREQUEST']._serialized_start=182
-  _globals['_GENERATEUNARYREQUEST']._serialized_end=259
-  _globals['_GENERATEUNARYRESPONSE']._serialized_start=262
-  _globals['_GENERATEUNARYRESPONSE']._serialized_end=412
-  _globals['_GENERATEBATCHREQUEST']._serialized_start=414
-  _globals['_GENERATEBATCHREQUEST']._serialized_end=506
-  _globals['_GENERATEBATCHRESPONSE']._serialized_start=509
-  _globals['_GENERATEBATCHRESPONSE']._serialized_end=667
-  _globals['_GENERATESESSIONREQUEST']._serialized_start=670
-  _globals['_GENERATESESSIONREQUEST']._serialized_end=850
-  _globals['_SESSIONAPPEND']._serialized_start=852
-  _globals['_SESSIONAPPEND']._serialized_end=942
-  _globals['_SESSIONEND']._serialized_start=944
-  _globals['_SESSIONEND']._serialized_end=956
-  _globals['_GENERATESESSIONRESPONSE']._serialized_start=958
-  _globals['_GENERATESESSIONRESPONSE']._serialized_end=1036
-  _globals['_RESUMEREQUEST']._serialized_start=1039
-  _globals['_RESUMEREQUEST']._serialized_end=1183
-  _globals['_RECEIVEDOUTPUT']._serialized_start=1185
-  _globals['_RECEIVEDOUTPUT']._serialized_end=1288
-  _globals['_RESUMERESPONSE']._serialized_start=1290
-  _globals['_RESUMERESPONSE']._serialized_end=1359
-  _globals['_INFERENCESERVICE']._serialized_start=1362
-  _globals['_INFERENCESERVICE']._serialized_end=1935
+  _globals['_GENERATEUNARYREQUEST']._serialized_start=217
+  _globals['_GENERATEUNARYREQUEST']._serialized_end=294
+  _globals['_GENERATEUNARYRESPONSE']._serialized_start=297
+  _globals['_GENERATEUNARYRESPONSE']._serialized_end=447
+  _globals['_GENERATEBATCHREQUEST']._serialized_start=449
+  _globals['_GENERATEBATCHREQUEST']._serialized_end=541
+  _globals['_GENERATEBATCHRESPONSE']._serialized_start=544
+  _globals['_GENERATEBATCHRESPONSE']._serialized_end=702
+  _globals['_GENERATESESSIONREQUEST']._serialized_start=705
+  _globals['_GENERATESESSIONREQUEST']._serialized_end=944
+  _globals['_SESSIONAPPEND']._serialized_start=947
+  _globals['_SESSIONAPPEND']._serialized_end=1116
+  _globals['_SESSIONEND']._serialized_start=1118
+  _globals['_SESSIONEND']._serialized_end=1130
+  _globals['_SESSIONCANCELTURN']._serialized_start=1132
+  _globals['_SESSIONCANCELTURN']._serialized_end=1151
+  _globals['_GENERATESESSIONRESPONSE']._serialized_start=1153
+  _globals['_GENERATESESSIONRESPONSE']._serialized_end=1251
+  _globals['_RESUMEREQUEST']._serialized_start=1254
+  _globals['_RESUMEREQUEST']._serialized_end=1398
+  _globals['_RECEIVEDOUTPUT']._serialized_start=1400
+  _globals['_RECEIVEDOUTPUT']._serialized_end=1503
+  _globals['_RESUMERESPONSE']._serialized_start=1505
+  _globals['_RESUMERESPONSE']._serialized_end=1574
+  _globals['_INFERENCESERVICE']._serialized_start=1577
+  _globals['_INFERENCESERVICE']._serialized_end=2150
 # @@protoc_insertion_point(module_scope)

@@ -1,6 +1,7 @@
 from triptych.api.v1 import generate_pb2 as _generate_pb2
 from triptych.common.v1 import error_pb2 as _error_pb2
 from triptych.common.v1 import output_pb2 as _output_pb2
+from triptych.common.v1 import sampling_pb2 as _sampling_pb2
 from triptych.options.v1 import rules_pb2 as _rules_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -43,32 +44,42 @@ class GenerateBatchResponse(_message.Message):
     def __init__(self, item_index: _Optional[int] = ..., response: _Optional[_Union[_generate_pb2.GenerateResponse, _Mapping]] = ..., error: _Optional[_Union[_error_pb2.ErrorStatus, _Mapping]] = ...) -> None: ...
 
 class GenerateSessionRequest(_message.Message):
-    __slots__ = ("start", "append", "end")
+    __slots__ = ("start", "append", "end", "cancel_turn")
     START_FIELD_NUMBER: _ClassVar[int]
     APPEND_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_TURN_FIELD_NUMBER: _ClassVar[int]
     start: _generate_pb2.GenerateRequest
     append: SessionAppend
     end: SessionEnd
-    def __init__(self, start: _Optional[_Union[_generate_pb2.GenerateRequest, _Mapping]] = ..., append: _Optional[_Union[SessionAppend, _Mapping]] = ..., end: _Optional[_Union[SessionEnd, _Mapping]] = ...) -> None: ...
+    cancel_turn: SessionCancelTurn
+    def __init__(self, start: _Optional[_Union[_generate_pb2.GenerateRequest, _Mapping]] = ..., append: _Optional[_Union[SessionAppend, _Mapping]] = ..., end: _Optional[_Union[SessionEnd, _Mapping]] = ..., cancel_turn: _Optional[_Union[SessionCancelTurn, _Mapping]] = ...) -> None: ...
 
 class SessionAppend(_message.Message):
-    __slots__ = ("prompt", "token_ids")
+    __slots__ = ("prompt", "token_ids", "sampling")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     token_ids: _generate_pb2.TokenIds
-    def __init__(self, prompt: _Optional[str] = ..., token_ids: _Optional[_Union[_generate_pb2.TokenIds, _Mapping]] = ...) -> None: ...
+    sampling: _sampling_pb2.SamplingParams
+    def __init__(self, prompt: _Optional[str] = ..., token_ids: _Optional[_Union[_generate_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
 
 class SessionEnd(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class SessionCancelTurn(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GenerateSessionResponse(_message.Message):
-    __slots__ = ("response",)
+    __slots__ = ("response", "turn_ended")
     RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    TURN_ENDED_FIELD_NUMBER: _ClassVar[int]
     response: _generate_pb2.GenerateResponse
-    def __init__(self, response: _Optional[_Union[_generate_pb2.GenerateResponse, _Mapping]] = ...) -> None: ...
+    turn_ended: bool
+    def __init__(self, response: _Optional[_Union[_generate_pb2.GenerateResponse, _Mapping]] = ..., turn_ended: _Optional[bool] = ...) -> None: ...
 
 class ResumeRequest(_message.Message):
     __slots__ = ("resume_token", "last_position", "received")

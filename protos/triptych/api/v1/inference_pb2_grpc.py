@@ -103,8 +103,8 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateSession(self, request_iterator, context):
-        """GenerateSession streams input as well: the prompt may grow while the request is open.
-        Not served yet.
+        """GenerateSession streams input as well: a series of turns, each of which continues all the tokens
+        before it, the client's and the model's, like Generate of these tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
