@@ -22,6 +22,7 @@ AdapterError = CheckpointError
 CONFIG_NAME = "adapter_config.json"
 _WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_BODY = "model."  # before the names of a decoder's modules, but for the head's
 _MAX_BYTES = 4 << 30
 # By dtype of the file: an integer of the same size, and the bits of the exponent, all set if not finite.
 _FINITE: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
@@ -58,7 +59,10 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeight:
-    """The addition to the weight of one module: scale * up down, [outputs, rank] and [rank, inputs]."""
+    """The addition to the weight of one module: scale * up down, [outputs, rank] and [rank, inputs].
+
+    module: its name in the whole model.
+    """
 
     module: str
     down: HeaderEntry
@@ -90,13 +94,16 @@ class AdapterFiles:
 
 
 def module_shapes(model: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights of a model's modules, by the names of the modules. CheckpointError."""
+    """Shapes of the weights of a model's modules, by their names in the whole model. CheckpointError."""
     shapes = {
         entry.name.removesuffix(".weight"): entry.shape
         for path in weight_files(model)
         for entry in read_header(path).entries
         if entry.name.endswith(".weight")
     }
+    # A decoder that was saved without its head.
+    if "embed_tokens" in shapes:
+        shapes = {_BODY + name: shape for name, shape in shapes.items()}
     for name, shape in list(shapes.items()):
         # A head that is tied to the embeddings has no weight of its own.
         if name.endswith("embed_tokens"):
@@ -226,7 +233,9 @@ def _weight(
         raise CheckpointError(
             f"{path.parent.name} has additions to {module}: those to experts are not served"
         )
-    if module not in shapes:
+    # PEFT names the modules of what was trained, which may have been the model without its head.
+    name = module if module in shapes else _BODY + module
+    if name not in shapes:
         raise CheckpointError(f"{path.parent.name} has additions to {module}, the model has no such module")
     if parts.keys() != {"down", "up"}:
         present = "".join(entry.name for entry in parts.values())
@@ -244,7 +253,7 @@ def _weight(
             f"{path.parent.name}: {down.name} has rank {rank}, {CONFIG_NAME} says {stated}, the limit is "
             f"{max_rank}"
         )
-    shape, weight_shape = (up.shape[0], down.shape[1]), shapes[module]
+    shape, weight_shape = (up.shape[0], down.shape[1]), shapes[name]
     # Embeddings, and projections of GPT-2 (Conv1D), are stored with their inputs first.
     is_turned = down.name.endswith("lora_embedding_A") or config.get("fan_in_fan_out")
     if up.shape[1] != rank or shape != (tuple(reversed(weight_shape)) if is_turned else weight_shape):
@@ -254,7 +263,7 @@ def _weight(
             f"has {list(weight_shape)}"
         )
     alpha = _stated(config, "alpha_pattern", module, config["lora_alpha"])
-    return AdapterWeight(module, down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    return AdapterWeight(name, down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
 def _stated(config: Mapping[str, Any], name: str, module: str, default: Any) -> Any:

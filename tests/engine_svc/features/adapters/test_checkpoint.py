@@ -61,6 +61,16 @@ def test_scales_follow_rank_alpha_and_patterns(model, tmp_path):
         read(plain, model)
 
 
+def test_an_adapter_of_the_model_without_its_head_has_the_modules_of_the_model(model, tmp_path):
+    folder = write_adapter(tmp_path / "a", model, seed=1)
+    modules = [weight.module for weight in weights_of(folder, model)]
+    tensors = load_file(folder / WEIGHTS)
+    short = {name.replace("model.model.", "model.", 1): tensor for name, tensor in tensors.items()}
+    assert short.keys().isdisjoint(tensors)
+    save_file(short, folder / WEIGHTS)
+    assert [weight.module for weight in weights_of(folder, model)] == modules
+
+
 def test_digests_change_with_one_bit_of_the_weights_and_with_the_config(model, tmp_path):
     folder = write_adapter(tmp_path / "a", model, seed=1)
     first = read(folder, model).digest

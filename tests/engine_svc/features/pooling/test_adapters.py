@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from engine_svc.convert.feature import AddContext
@@ -18,6 +19,7 @@ from engine_svc.loop.mailbox import Add
 from engine_svc.loop.step_output import StepOutput
 from tests.engine_svc.features.adapters.folders import (
     MLP_AND_ATTENTION,
+    weights_of,
     write_adapter,
     write_merged,
     write_model,
@@ -60,6 +62,38 @@ def send(rig: Rig, prompt: list[int], adapter: str = "", **pooling: Any) -> int:
     rig.core.prepare(request)
     rig.served.inbox.put(Add(request, rig.frontend.outbox, handle))
     return handle
+
+
+def remove_head(model: Path) -> Path:
+    """The checkpoint as it is saved without its head: names lack the prefix of the body."""
+    tensors = {
+        name.removeprefix("model."): tensor
+        for name, tensor in weights_of(model).items()
+        if name != "lm_head.weight"
+    }
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_an_adapter_may_be_of_a_model_that_was_saved_without_its_head(
+    tmp_path: Path, model_impl: str
+) -> None:
+    model = remove_head(write_model("qwen3", tmp_path / "model"))
+    adapter = write_adapter(
+        tmp_path / "a", model, seed=1, rank=4, modules=(*MLP_AND_ATTENTION, "embed_tokens")
+    )
+    merged = write_merged(tmp_path / "merged", model, adapter)
+    (wanted,) = (
+        PoolingRig(merged, pooling=PoolingOptions("pooling")).results({"": PROMPTS[0]}, "embed").values()
+    )
+    options = {"runner": "pooling", "model_impl": model_impl, "enable_lora": True}
+    with engine(model, lora_modules=(f"a={adapter}",), **options) as rig:
+        vectors = keep_vectors(rig)
+        handle = send(rig, PROMPTS[0], "a")
+        rig.frontend.read_until_ended(1)
+        assert rig.frontend.end_of[handle].reason is FinishReason.STOP
+        torch.testing.assert_close(vectors[handle], wanted, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("options", [{"runner": "pooling"}, {"runner": "generate", "convert": "embed"}])
