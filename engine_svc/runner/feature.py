@@ -24,8 +24,9 @@ from engine_svc.runner.input_batch import DraftEntries, StepInputs
 from engine_svc.runner.sampling.transfer import Ints
 from triptych_kernels import Ops
 
-# What a stage adds to the step's result: extras by row of the batch. Called when the device is done.
-PendingPart = Callable[[], Mapping[int, Extra]]
+# What a stage adds to the step's result: extras by row of the batch, or why the request of a row ends with an
+# error. Called when the device is done.
+PendingPart = Callable[[], Mapping[int, Extra | str]]
 
 
 @dataclass(frozen=True, slots=True)

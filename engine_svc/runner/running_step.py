@@ -135,6 +135,9 @@ class RunningStep:
                 result.failed.update((index_of[row], message) for row in part.rows)
                 continue
             for row, extra in extras.items():
+                if isinstance(extra, str):
+                    result.failed[index_of[row]] = extra
+                    continue
                 result.extras.setdefault(type(extra), {})[index_of[row]] = extra
 
     def _columns(self) -> list[list[int]]:

@@ -29,6 +29,7 @@ def make(config: EngineConfig, context: RunnerContext) -> RunnerFeature:
     return PoolingRows()
 
 
+_NOT_FINITE = "the model's states are not finite"
 _BLOCK_ROWS = 1024  # of an input that a query is compared with at once
 _Key: TypeAlias = tuple[str, str]  # late_scope, late_key
 
@@ -219,10 +220,10 @@ def _key_of(request: PoolingRequest) -> _Key:
     return request.late_scope, request.late_key
 
 
-def _to_extras(shapes: Mapping[int, tuple[int, ...]], numbers: Tensor) -> dict[int, PooledResult]:
-    """The results by row. numbers: [N] fp32, of all of them, in order."""
+def _to_extras(shapes: Mapping[int, tuple[int, ...]], numbers: Tensor) -> dict[int, PooledResult | str]:
+    """The results by row, or why there is none. numbers: [N] fp32, of all of them, in order."""
     parts = numbers.split([math.prod(shape) for shape in shapes.values()])
     return {
-        row: PooledResult(shape, part.numpy().tobytes())
+        row: PooledResult(shape, part.numpy().tobytes()) if part.isfinite().all() else _NOT_FINITE
         for (row, shape), part in zip(shapes.items(), parts, strict=True)
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine_svc.core.pooling_spec import PoolingOptions
@@ -144,3 +145,16 @@ def test_a_model_with_one_type_ignores_where_a_second_text_begins(tmp_path: Path
     rig.add("p", [9, 8, 7], PoolingRequest("score", second_text_start=1))
     expected = logits_alone(model, [9, 8, 7]).sigmoid()
     torch.testing.assert_close(rig.run()["p"], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("task", ["embed", "token_embed"])
+def test_a_prompt_whose_states_are_not_finite_alone_ends_without_a_result(tmp_path: Path, task: str) -> None:
+    save_encoder(tmp_path, "bert")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["embeddings.word_embeddings.weight"][9] = torch.inf
+    save_file(tensors, path, metadata={"format": "pt"})
+    rig = PoolingRig(tmp_path)
+    results = rig.results({"broken": [9, 9], "sound": [7, 8]}, task)
+    assert results.keys() == {"sound"}
+    assert rig.failed == {0: "the model's states are not finite"}
