@@ -142,7 +142,7 @@ def read_pooling_spec(folder: Path, options: PoolingOptions | None = None) -> Po
         num_dimensions=width,
         dense=modules.dense,
         normalizes=pooler.get("normalize", modules.normalizes or is_plain),
-        activates=pooler.get("use_activation", True),
+        activates=pooler.get("use_activation", "score" not in tasks or _activates_scores(folder, config)),
         max_length=modules.max_length,
         dimensions=_dimensions(config),
         num_classes=0 if head == "embed" else num_classes,
@@ -242,6 +242,19 @@ def _num_classes(config: dict[str, Any]) -> int:
     if isinstance(labels, dict):
         return len(labels)
     return number if type(number) is int and number > 0 else 2
+
+
+def _activates_scores(folder: Path, config: dict[str, Any]) -> bool:
+    """Whether sentence-transformers makes the scores of a cross-encoder probabilities."""
+    stated = config.get("sentence_transformers")
+    name = stated.get("activation_fn") if isinstance(stated, dict) else None
+    name = name or config.get("sbert_ce_default_activation_function") or "Sigmoid"
+    kind = str(name).rpartition(".")[2]
+    if kind not in ("Sigmoid", "Identity"):
+        raise PoolingFilesError(
+            f"{folder}/config.json: the activation of scores is {name!r}, must be one of Sigmoid, Identity"
+        )
+    return kind == "Sigmoid"
 
 
 def _class_tokens(folder: Path, config: dict[str, Any]) -> tuple[tuple[str, ...], bool]:

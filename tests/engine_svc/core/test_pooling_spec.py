@@ -81,6 +81,35 @@ def test_heads_of_classes(tmp_path: Path):
     assert spec_of(tmp_path, tokens).tasks == ("token_classify",)
 
 
+_SCORES = {**_BERT, "architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+
+
+@pytest.mark.parametrize(
+    ("stated", "activates"),
+    [
+        ({}, True),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}, True),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, False),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, False),
+    ],
+)
+def test_a_cross_encoder_of_sentence_transformers_says_whether_scores_are_logits(
+    tmp_path: Path, stated, activates
+):
+    assert spec_of(tmp_path, {**_SCORES, **stated}).activates is activates
+    opposite = json.dumps({"use_activation": not activates})
+    options = PoolingOptions(pooler_config=opposite)
+    assert spec_of(tmp_path, {**_SCORES, **stated}, options).activates is not activates
+
+
+def test_another_activation_of_scores_is_refused(tmp_path: Path):
+    config = {**_SCORES, "sbert_ce_default_activation_function": "torch.nn.modules.activation.Tanh"}
+    with pytest.raises(
+        PoolingFilesError, match=r"activation of scores is '\S+Tanh', must be one of Sigmoid, Id"
+    ):
+        spec_of(tmp_path, config)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
