@@ -142,7 +142,7 @@ def read_pooling_spec(folder: Path, options: PoolingOptions | None = None) -> Po
         num_dimensions=width,
         dense=modules.dense,
         normalizes=pooler.get("normalize", modules.normalizes or is_plain),
-        activates=pooler.get("use_activation", "score" not in tasks or _activates_scores(folder, config)),
+        activates=_activates(folder, config, pooler, tasks),
         max_length=modules.max_length,
         dimensions=_dimensions(config),
         num_classes=0 if head == "embed" else num_classes,
@@ -244,8 +244,10 @@ def _num_classes(config: dict[str, Any]) -> int:
     return number if type(number) is int and number > 0 else 2
 
 
-def _activates_scores(folder: Path, config: dict[str, Any]) -> bool:
-    """Whether sentence-transformers makes the scores of a cross-encoder probabilities."""
+def _activates(folder: Path, config: dict[str, Any], pooler: dict[str, Any], tasks: tuple[str, ...]) -> bool:
+    """Whether classes are probabilities; those of a cross-encoder as in sentence-transformers."""
+    if "use_activation" in pooler or "score" not in tasks:
+        return bool(pooler.get("use_activation", True))
     stated = config.get("sentence_transformers")
     name = stated.get("activation_fn") if isinstance(stated, dict) else None
     name = name or config.get("sbert_ce_default_activation_function") or "Sigmoid"

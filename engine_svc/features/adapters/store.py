@@ -159,7 +159,7 @@ def load_adapter(
     dtype: torch.dtype,
     is_whole: bool,
 ) -> LoadedAdapter:
-    """Read an adapter's files and lay its matrices out. RequestFailed where they have changed or do not fit.
+    """Read an adapter's checked files and lay its matrices out. RequestFailed where they have changed.
 
     shapes: of the model's modules.  is_whole: this rank has a part of every module, not of one stage alone.
     """
@@ -168,13 +168,9 @@ def load_adapter(
         content = read_content(files)
         digest = digest_of(files, content)
     except CheckpointError as error:
-        raise RequestFailed("INVALID_ARGUMENT", str(error), field="adapter") from error
+        raise _changed(use, f": {error}") from error
     if digest != use.digest:
-        raise RequestFailed(
-            "FAILED_PRECONDITION",
-            f"the files of adapter {use.name} have changed since it was loaded",
-            reason="ADAPTER_CHANGED",
-        )
+        raise _changed(use)
     layers = {_layer_of(name) for name in targets.by_name}
     others = [weight.module for weight in files.weights if weight.module not in targets.by_name]
     # A stage knows the modules of its own layers alone.
@@ -195,6 +191,11 @@ def load_adapter(
                 down[:, target.part.inputs], up[target.part.outputs], weight.scale
             )
     return LoadedAdapter(use.digest, matrices)
+
+
+def _changed(use: AdapterUse, how: str = "") -> RequestFailed:
+    message = f"the files of adapter {use.name} have changed since it was loaded{how}"
+    return RequestFailed("FAILED_PRECONDITION", message, reason="ADAPTER_CHANGED")
 
 
 def _layer_of(module: str) -> str:
