@@ -173,13 +173,19 @@ class FrontendUnderTest:
         orphan_grace_ms: int | None = None,
         embeds: bytes = b"",
         adapter: str = "",
+        job_id: str = "",
+        is_last_step: bool = False,
         **sampling: Any,
     ) -> ClientCall:
         """A client's request with a prompt of its own. embeds: those of fp32 that come before its tokens."""
         prompt = [1 + secrets.randbelow(EOS_TOKEN_ID - 1) for _ in range(num_prompt_tokens)]
         params = sampling_pb2.SamplingParams(max_tokens=max_tokens, **sampling)
         request = generate_pb2.GenerateRequest(
-            sampling=params, orphan_grace_ms=orphan_grace_ms, adapter=adapter
+            sampling=params,
+            orphan_grace_ms=orphan_grace_ms,
+            adapter=adapter,
+            job_id=job_id,
+            is_last_step=is_last_step,
         )
         if embeds:
             num_embeds = len(embeds) // EMBEDDING_BYTES

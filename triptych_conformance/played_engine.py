@@ -46,6 +46,7 @@ class Session:
         self.blobs_at_add: dict[str, bytes] = {}  # what was uploaded before the last of them
         self.in_flight: set[int] = set()
         self.aborts: list[tuple[int, int]] = []  # handles and reasons
+        self.hints: set[int] = set()  # handles of requests that have ended
         self.last_ack = 0
         self.goodbye: engine_pb2.Goodbye | None = None
         self.num_streams = 0  # that are open
@@ -308,9 +309,13 @@ class PlayedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                     self.num_adds += 1
                     session.adds += message.add.entries
                     session.blobs_at_add.update(self.blobs)
-                    session.in_flight.update(entry.handle for entry in message.add.entries)
+                    handles = {entry.handle for entry in message.add.entries}
+                    session.in_flight |= handles
+                    session.hints -= handles
                 case "abort":
                     session.aborts += [(handle, message.abort.reason) for handle in message.abort.handles]
+                case "finish_hint":
+                    self._take_hint(session, message.finish_hint.handle)
                 case "ack":
                     last_seq = message.ack.last_seq
                     if last_seq > session.last_seq:
@@ -321,6 +326,15 @@ class PlayedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                     session.goodbye = message.goodbye
                     session.changed.set()
             self._on_change()
+
+    def _take_hint(self, session: Session, handle: int) -> None:
+        if handle in session.in_flight and handle not in dict(session.aborts):
+            self._find(
+                Finding("finish_hint after the end of its request", f"one of handle {handle} in flight")
+            )
+        if handle in session.hints:
+            self._find(Finding("finish_hint once", f"two of handle {handle}"))
+        session.hints.add(handle)
 
     async def _beat_forever(self) -> None:
         while True:

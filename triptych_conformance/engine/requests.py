@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, session_pb2
@@ -322,6 +323,65 @@ async def abort_of_other_attempt(engine: EngineUnderTest) -> None:
     await stream.abort([2], attempts=[2])
     await stream.until_finished(2)
     expect(len(stream.record.tokens[2]) < engine.long, "an end before max_tokens", "all tokens")
+
+
+@CASES.must("`job_id`, `is_last_step` and `tool_name` are taken, and change no token.")
+async def turns_of_a_job(engine: EngineUnderTest) -> None:
+    stream = await engine.open()
+    turns: list[dict[str, Any]] = [{"tool_name": "search"}, {"is_last_step": True}, {"tenant": "other"}]
+    for handle, fields in enumerate(turns, start=1):
+        await stream.add(engine.entry(handle, job_id="conformance", **fields))
+        await stream.until_finished(handle)
+        tokens = stream.record.tokens[handle]
+        expect(tokens == await engine.reference(), f"the tokens of a request without {fields}", tokens)
+
+
+@CASES.must("A `finish_hint` after the end of a turn, for a tool, for none or for one not known, is taken.")
+async def hint_after_end(engine: EngineUnderTest) -> None:
+    stream = await engine.open()
+    hints: list[dict[str, str]] = [{"tool_name": "search"}, {"tool_name": ""}, {}]
+    for handle, fields in enumerate(hints, start=1):
+        await stream.add(engine.entry(handle, job_id="conformance"))
+        await stream.until_finished(handle)
+        await _hint(stream, handle, **fields)
+    await _must_serve(engine, stream)
+
+
+@CASES.must("A `finish_hint` of a handle that is in flight, or that is not known any more, is ignored.")
+async def hint_of_other_handle(engine: EngineUnderTest) -> None:
+    stream = await engine.open()
+    await stream.add(engine.entry(1, job_id="conformance"))
+    for handle in 1, 99:
+        await _hint(stream, handle, tool_name="search")
+    await stream.until_finished(1)
+    tokens = stream.record.tokens[1]
+    expect(tokens == await engine.reference(), "the tokens of the reference", tokens)
+    for _ in range(2):
+        await _hint(stream, 1, tool_name="search")
+    await _must_serve(engine, stream)
+
+
+@CASES.must("A `finish_hint` with a value that breaks a rule of the contract is ignored.")
+async def invalid_hint(engine: EngineUnderTest) -> None:
+    stream = await engine.open()
+    await stream.add(engine.entry(1, job_id="conformance"))
+    await stream.until_finished(1)
+    for _, invalid in invalid_messages(session_pb2.FinishHint, {}):
+        invalid.handle = 1
+        await stream.send(finish_hint=invalid)
+    await _must_serve(engine, stream)
+
+
+async def _hint(stream: EngineStream, handle: int, **fields: str) -> None:
+    await stream.send(finish_hint=session_pb2.FinishHint(handle=handle, **fields))
+
+
+async def _must_serve(engine: EngineUnderTest, stream: EngineStream) -> None:
+    """Another request of the session has its tokens."""
+    await stream.add(engine.entry(50))
+    await stream.until_finished(50)
+    tokens = stream.record.tokens[50]
+    expect(tokens == await engine.reference(), "the tokens of the reference", tokens)
 
 
 async def _must_refuse(stream: EngineStream, entry: add_pb2.AddEntry, *, names: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import engine_pb2
@@ -14,6 +15,7 @@ CASES: Cases[FrontendUnderTest] = Cases(Section.REQUESTS)
 
 _DEADLINE_S = 30.0
 _MAX_TRIES, _PAUSE_S = 100, 0.05
+_NUM_TURNS = 5
 _ADAPTER, _FIRST, _SECOND = "conformance-adapter", "a" * 64, "b" * 64
 
 
@@ -143,7 +145,7 @@ async def named_adapter(frontend: FrontendUnderTest) -> None:
 async def unannounced_adapter(frontend: FrontendUnderTest) -> None:
     call = frontend.generate(adapter=_ADAPTER)
     await _until_sent(frontend, call)
-    _check_served(call.error)
+    _check_served(call.error, "adapters")
     expect(isinstance(call.error, NotFound), "NOT_FOUND at the client", repr(call.error))
 
 
@@ -164,6 +166,70 @@ async def same_content(frontend: FrontendUnderTest) -> None:
     await frontend.must_finish(call, [5, 6])
 
 
+@CASES.must(
+    "The ADDs of a job's turns have one `job_id`, another than those of other jobs, and `is_last_step`."
+)
+async def turns_of_a_job(frontend: FrontendUnderTest) -> None:
+    turns = ("one", False), ("one", True), ("other", False)
+    entries = [(await _turn(frontend, job_id, is_last_step=is_last))[1].entry for job_id, is_last in turns]
+    first, second, other = (entry.job_id for entry in entries)
+    expect(first and first == second, "the same job_id in both turns", (first, second))
+    expect(other not in ("", first), "another job_id for another job", other)
+    flags = [entry.is_last_step for entry in entries]
+    expect(flags == [False, True, False], "is_last_step of the second turn alone", flags)
+
+
+@CASES.should("The turns of a job go to one engine.")
+async def engine_of_a_job(frontend: FrontendUnderTest) -> None:
+    used = []
+    for _ in range(_NUM_TURNS):
+        call, attempt = await _turn(frontend, "conformance")
+        used.append(attempt.engine.engine_id)
+        attempt.send([5, 6], is_first=True, ends=True)
+        await frontend.must_finish(call, [5, 6])
+    expect(len(set(used)) == 1, "one engine for all turns", used)
+
+
+@CASES.should("After the end of a turn that another may follow `finish_hint` is sent, once.")
+async def hint_after_end(frontend: FrontendUnderTest) -> None:
+    call, attempt = await _turn(frontend, "conformance")
+    attempt.send([5, 6], is_first=True, ends=True)
+    await frontend.must_finish(call, [5, 6])
+    await _until_hinted(frontend, attempt)
+    await _must_be_served(frontend, attempt)
+
+
+@CASES.should("Where a stop string ends a turn, `finish_hint` follows the abort.")
+async def hint_after_stop_string(frontend: FrontendUnderTest) -> None:
+    call, attempt = await _turn(frontend, "conformance", max_tokens=8, stop=["w77"])
+    for number, token_id in enumerate((5, 77, 6)):
+        attempt.send([token_id], is_first=number == 0)
+    # One before the abort is a finding of the engine's own.
+    await _until_hinted(frontend, attempt)
+    attempt.session.abort(attempt.entry.handle)
+    await frontend.until(lambda: call.is_over, "the end of the client's call")
+
+
+async def _turn(
+    frontend: FrontendUnderTest,
+    job_id: str,
+    *,
+    max_tokens: int = 2,
+    is_last_step: bool = False,
+    **sampling: Any,
+) -> tuple[ClientCall, Attempt]:
+    """A turn of a job, which is sent."""
+    call = frontend.generate(max_tokens, job_id=job_id, is_last_step=is_last_step, **sampling)
+    await _until_sent(frontend, call)
+    _check_served(call.error, "jobs")
+    return call, await frontend.attempt_of(call)
+
+
+async def _until_hinted(frontend: FrontendUnderTest, attempt: Attempt) -> None:
+    session, handle = attempt.session, attempt.entry.handle
+    await frontend.until(lambda: handle in session.hints, "finish_hint of the request")
+
+
 def _announce(frontend: FrontendUnderTest, *digests: str) -> dict[str, str]:
     """Have each engine announce the adapter with its digest; returns them by engine."""
     for engine, digest in zip(frontend.engines, digests, strict=True):
@@ -180,7 +246,7 @@ async def _with_adapter(frontend: FrontendUnderTest) -> ClientCall:
         if not isinstance(call.error, NotFound):
             break
         await asyncio.sleep(_PAUSE_S)
-    _check_served(call.error)
+    _check_served(call.error, "adapters")
     return call
 
 
@@ -188,9 +254,9 @@ async def _until_sent(frontend: FrontendUnderTest, call: ClientCall) -> None:
     await frontend.until(lambda: call.is_over or frontend.attempts_of(call), "an ADD or an error")
 
 
-def _check_served(error: Exception | None) -> None:
+def _check_served(error: Exception | None, what: str) -> None:
     if isinstance(error, Unimplemented):
-        raise NotApplicable(f"the frontend does not serve adapters: {error}")
+        raise NotApplicable(f"the frontend does not serve {what}: {error}")
 
 
 async def _must_be_served(frontend: FrontendUnderTest, attempt: Attempt) -> None:
