@@ -23,6 +23,8 @@ _CELLS = {
     "hostile_grammars": ("--only", "exploding patterns", "--rounds=1", "--max-added-ms=inf"),
     "languages": ("--schemas=60", "--patterns=20", "--grammars=20"),
     "mask_agreement": ("--states=300",),
+    # Gaps and times are measured by its own command.
+    "pins": ("--turns=1", "--loads=1", "--max-added-ms=inf", "--max-start-s=inf"),
     "poison": ("--rounds=1", "--variations=2", "--streams=8"),
     "speculation": ("--proposer=ngram", "--proposer=scripted"),
 }

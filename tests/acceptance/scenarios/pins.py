@@ -92,11 +92,11 @@ def shortfalls(turns: Sequence[Row], endings: Sequence[Row], options: argparse.N
 
 async def _measure(num_turns: int, num_loads: int) -> tuple[list[Row], list[Row]]:
     async with _serving() as stack:
-        turns = []
+        turns: list[Row] = []
         for turn in range(num_turns):
             turns.append({"turn": turn, **await _turn(stack, turn, num_loads)})
             print(turns[-1], file=sys.stderr, flush=True)
-        endings = [{"ending": name, **await _ended(stack, name)} for name in _ENDINGS]
+        endings: list[Row] = [{"ending": name, **await _ended(stack, name)} for name in _ENDINGS]
     return turns, endings
 
 
