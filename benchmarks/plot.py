@@ -42,6 +42,16 @@ PANELS = {
     "scheduler": Panels(
         "running", "overlapped", {"per_decode_us": "us a decode", "p99_us": "p99 of a step, us"}
     ),
+    "agents": Panels(
+        "times",
+        "contestant",
+        {
+            "recomputed_ratio": "recomputed tokens, over fcfs",
+            "mean_s_ratio": "mean completion, over fcfs",
+            "p95_s_ratio": "95th percentile of completions, over fcfs",
+        },
+        panel="panel",
+    ),
     "serve": Panels(
         "streams", "dtype", {"out_tok_s": "output tokens per second", "ttft_p50_ms": "TTFT p50, ms"}
     ),
