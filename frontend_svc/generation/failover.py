@@ -238,6 +238,10 @@ class MovableRequest(Protocol):
     def has_begun(self) -> bool:
         """Whether any engine has produced output for it."""
 
+    @property
+    def kept_by(self) -> EngineClient | None:
+        """The engine that has most of it already; None: none has."""
+
     def send(self, client: EngineClient, attempt: int, on_output: Callable[[], None] | None) -> None:
         """Send it to `client`'s engine; `on_output` is called once, at its next output."""
 
@@ -300,7 +304,7 @@ class Migration:
         failover, requirements = self._failover, self._requirements
         self._check_record()
         try:
-            client = failover.directory.pick(requirements.model, requirements.routing)
+            client = self._keeper() or failover.directory.pick(requirements.model, requirements.routing)
         except Unavailable as error:
             expected_until = failover.directory.expected_until(requirements.model)
             if expected_until is None or failover.is_closed:
@@ -424,6 +428,14 @@ class Migration:
         if self._refused_by:
             ready = self._failover.directory.ready_for(self._requirements.model)
             self._refused_by.intersection_update(ready)
+
+    def _keeper(self) -> EngineClient | None:
+        """The ready engine that has most of it."""
+        client, requirements = self._request.kept_by, self._requirements
+        if client is None:
+            return None
+        ready = self._failover.directory.ready_for(requirements.model, needs=requirements.routing.needs)
+        return client if client in ready else None
 
     def _longer_wait(self) -> float | None:
         """Until when to wait once more: for an engine that is expected back, or for the turn of a suspect."""

@@ -17,6 +17,7 @@ from frontend_svc.generation.caller import Caller, too_late
 from frontend_svc.generation.drain import Drain
 from frontend_svc.generation.failover import EngineRequirements, Failover, Migration
 from frontend_svc.generation.group import SamplingGroup, make_states
+from frontend_svc.generation.kept_request import KeptRequest
 from frontend_svc.generation.metrics import OutputMeter, RequestMetrics
 from frontend_svc.generation.open_requests import OpenRequests, RequestPhase, TrackedRequest
 from frontend_svc.generation.preprocess import Prepared, check_request, needs_of, prepare
@@ -156,10 +157,15 @@ class OpenRequest:
         if client is not None:
             client.requests.end(self._group.handles)
             return
-        self._migration.end(is_well=False)
+        self._end_here()
+
+    def end_turn(self) -> None:
+        """End its output as aborted, with the next token where its engine keeps it for another turn."""
+        if self._migration.client is None or not self._group.cancel_turn():
+            self.end()
+            return
         for state in self.states:
-            if not state.has_ended:
-                state.advance([], Ending(EndReason.ABORT))
+            state.on_lost = lambda kind, error: self._end_here()
 
     def abort(self, reason: engine_pb2.AbortReason) -> None:
         """Abort unfinished outputs in the engine and send it nowhere again. The reader gets no end."""
@@ -178,6 +184,12 @@ class OpenRequest:
         """Abort unfinished outputs, and discard unread ones."""
         self.abort(reason)
         self._release()
+
+    def _end_here(self) -> None:
+        self._migration.end(is_well=False)
+        for state in self.states:
+            if not state.has_ended:
+                state.advance([], Ending(EndReason.ABORT))
 
     def _release(self) -> None:
         # Break reference cycles: only a full garbage collection frees them, and if there are many, it stops
@@ -231,9 +243,18 @@ class Generation:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, request: AnyRequest, prompt: Prompt, caller: Caller, kind: OutputKind
+        self,
+        request: AnyRequest,
+        prompt: Prompt,
+        caller: Caller,
+        kind: OutputKind,
+        *,
+        kept: KeptRequest | None = None,
     ) -> AsyncGenerator[OpenRequest, None]:
-        """Check `request`, send it, and keep it open inside of the block."""
+        """Check `request`, send it, and keep it open inside of the block.
+
+        kept: of the session that it is a turn of.
+        """
         with (
             self._drain.counted(),
             self._traced(request, caller) as trace,
@@ -249,7 +270,7 @@ class Generation:
             num_prompt_tokens = len(prepared.prompt.token_ids)
             reservation.reserve(num_prompt_tokens + _max_output_tokens(request, model, num_prompt_tokens))
             self._admission.add_prompt(ticket, num_prompt_tokens)
-            opened = self._opened(request, prompt, prepared, caller, kind, trace, tracked)
+            opened = self._opened(request, prompt, prepared, caller, kind, trace, tracked, kept=kept)
             opened.on_read = lambda: self._admission.leave_queue(ticket)
             age_s = self._failover.clock.now() - tracked.arrived_at
             timed = self._metrics.timed(opened, record, age_s=age_s, is_late=caller.is_late)
@@ -306,6 +327,7 @@ class Generation:
         tracked: TrackedRequest,
         *,
         limit: ReaderLimit | None = None,
+        kept: KeptRequest | None = None,
     ) -> OpenRequest:
         for entry in prepared.entries:
             entry.trace_context.tracestate = caller.tracestate
@@ -322,7 +344,7 @@ class Generation:
             on_slow=lambda: opened.abort(engine_pb2.ABORT_REASON_SLOW_CONSUMER),
         )
         group = SamplingGroup(
-            prepared, states, caller, trace, self._failover.clock, arrived_at=tracked.arrived_at
+            prepared, states, caller, trace, self._failover.clock, arrived_at=tracked.arrived_at, kept=kept
         )
         request_id = request.request_id or caller.request_id
         routing = _routing(request, prepared)

@@ -10,6 +10,7 @@ from frontend_svc.engines.adoption.takeover import AdoptedRequest
 from frontend_svc.engines.connection.client import EngineClient
 from frontend_svc.generation.caller import Caller, too_late
 from frontend_svc.generation.failover import Move
+from frontend_svc.generation.kept_request import KeptRequest
 from frontend_svc.generation.poison import Content, content_of
 from frontend_svc.generation.preprocess import Prepared, has_text
 from frontend_svc.generation.tracing import RequestTrace
@@ -38,7 +39,9 @@ class SamplingGroup:
         clock: Clock,
         *,
         arrived_at: float,
+        kept: KeptRequest | None = None,
     ) -> None:
+        """kept: of the session that this is a turn of."""
         self.states = states
         self.handles: list[int] = []  # in the engine it was sent to last
         self._client: EngineClient | None = None  # that engine
@@ -48,6 +51,7 @@ class SamplingGroup:
         self._trace = trace
         self._clock = clock
         self._arrived_at = arrived_at
+        self._kept = kept
         if prepared.prompt.hint_of is not None:
             self._hint_ends(prepared.prompt.hint_of)
 
@@ -59,6 +63,10 @@ class SamplingGroup:
     @property
     def has_begun(self) -> bool:
         return any(state.has_begun for state in self.states)
+
+    @property
+    def kept_by(self) -> EngineClient | None:
+        return None if self._kept is None else self._kept.engine_for(self._prepared)
 
     def take_over(self, adopted: AdoptedRequest, on_output: Callable[[], None]) -> None:
         """Continue a request that runs in an engine already. An output missing in `adopted` has ended."""
@@ -91,14 +99,42 @@ class SamplingGroup:
             sent.trace_context.traceparent = self._trace.begin_attempt(index, attempt)
             sent.output_token_ids = id_column(state.output_token_ids)
             sent.age_ms = age_ms
+            sent.resumable = self._kept is not None
             if remaining_ms is not None:
                 sent.remaining_ms = remaining_ms
             state.on_output = on_output
             state.times.begin(attempt, client.engine_id)
             entries.append(sent)
             states.append(state)
-        self.handles[:] = client.requests.add(entries, states, self._prepared.prompt.tensors)
+        if self._kept is None:
+            self.handles[:] = client.requests.add(entries, states, self._prepared.prompt.tensors)
+        else:
+            self._send_turn(self._kept, client, entries[0])
         self._client, self._handle_of = client, dict(zip(states, self.handles, strict=True))
+
+    def _send_turn(self, kept: KeptRequest, client: EngineClient, entry: add_pb2.AddEntry) -> None:
+        (state,) = self.states
+        if kept.engine_for(self._prepared) is not client:
+            self._open_turn(kept, client, entry)
+            return
+        segment = kept.continue_with(entry, self._prepared)
+        client.requests.extend(segment, state, lambda: self._open_turn(kept, client, entry))
+        self.handles[:] = [segment.handle]
+        kept.sent(client, segment)
+
+    def _open_turn(self, kept: KeptRequest, client: EngineClient, entry: add_pb2.AddEntry) -> None:
+        """Open a request, also where the engine has ended the one that it kept before it got this turn."""
+        (state,) = self.states
+        if kept.is_cancelled:
+            state.advance([], Ending(EndReason.ABORT))
+            return
+        self.handles[:] = client.requests.add([entry], [state])
+        self._handle_of[state] = entry.handle
+        kept.sent(client, entry)
+
+    def cancel_turn(self) -> bool:
+        """See `KeptRequest.cancel_turn`; False if it is no turn of a session."""
+        return self._kept is not None and self._kept.cancel_turn()
 
     def withdraw(self, client: EngineClient) -> None:
         if len(self.handles) > 1:

@@ -77,6 +77,7 @@ class SentPrompt:
     """One prompt as it is sent to engines, and the state that gets its result. A `MovableRequest`."""
 
     has_begun = False
+    kept_by: EngineClient | None = None
 
     def __init__(
         self,

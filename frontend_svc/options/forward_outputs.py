@@ -22,6 +22,7 @@ class ForwardOutput(RequestOption):
     async def prepare(self, request: AnyRequest, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
         if self._is_asked(request):
             setattr(entry, self._asks, True)
+            prompt.is_computed_whole = True
 
     def reader(self, request: AnyRequest, prompt: PreparedPrompt, index: int) -> OutputReader | None:
         return PositionReader(self._gives, len(prompt.token_ids)) if self._is_asked(request) else None

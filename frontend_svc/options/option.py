@@ -44,6 +44,7 @@ class PreparedPrompt:
     scoped: makes of a name of the client's one that no other tenant means.
     hint_of: what the engine gets to know of an output that has ended by itself, from the name of the first
     tool that it calls; "": it calls none; None: not known. None: nothing.
+    is_computed_whole: whether the answer needs the computation of each position, kept or not.
     """
 
     field_name: str
@@ -64,6 +65,7 @@ class PreparedPrompt:
     session_id: str = ""
     scoped: Callable[[str], str] = str
     hint_of: Callable[[str | None], session_pb2.FinishHint] | None = None
+    is_computed_whole: bool = False
 
 
 class RequestOption(Protocol):

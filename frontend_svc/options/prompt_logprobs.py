@@ -26,6 +26,7 @@ class PromptLogprobs(RequestOption):
         sampling, vocab_size = request.sampling, prompt.model.vocab_size
         if not sampling.HasField("prompt_logprobs"):
             return
+        prompt.is_computed_whole = True
         num_prompt_tokens = len(prompt.token_ids)
         num_top = vocab_size if sampling.prompt_logprobs == -1 else sampling.prompt_logprobs
         num_entries = (num_top + len(sampling.logprob_token_ids)) * num_prompt_tokens

@@ -50,6 +50,7 @@ class SamplingLimits(RequestOption):
             complete.repetition_detection.min_pattern_size = max(1, detection.min_pattern_size)
         if sampling.HasField("skip_reading_prefix_cache"):
             entry.skip_reading_prefix_cache = sampling.skip_reading_prefix_cache
+            prompt.is_computed_whole = sampling.skip_reading_prefix_cache
 
 
 def _check_fit(sampling: sampling_pb2.SamplingParams, prompt: PreparedPrompt) -> None:

@@ -49,6 +49,7 @@ class Ending:
     failure: the status with which the engine ended it; it is the whole request's.
     drafts: None if the engine reported none.
     error_fields: of the request, which leave no token together, if that is the error.
+    turn_ended: whether the engine keeps the request for further input.
     """
 
     reason: EndReason
@@ -59,6 +60,7 @@ class Ending:
     failure: ServiceError | None = None
     drafts: DraftUse | None = None
     error_fields: tuple[str, ...] = ()
+    turn_ended: bool = False
 
     @property
     def is_by_token(self) -> bool:

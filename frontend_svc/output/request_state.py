@@ -176,7 +176,7 @@ class RequestState:
         if self._called == "":
             names = (part.name for part in parts if isinstance(part, ToolCallPiece))
             self._called = next(filter(None, names), "")
-        if ending is not None and ending.reason in _BY_ITSELF:
+        if ending is not None and ending.reason in _BY_ITSELF and not ending.turn_ended:
             on_ended(self._called)
 
     def note_cached(self, num_cached_tokens: int) -> None:

@@ -157,6 +157,7 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         self.num_heartbeats = 0  # since the newest session
         self.goodbyes: list[str] = []
         self.hints: list[session_pb2.FinishHint] = []
+        self.cancels: list[engine_pb2.CancelTurn] = []
         self.received: list[str | None] = []  # kinds of messages after the hello
         self.address = ""
         self._server: grpc.aio.Server | None = None
@@ -308,6 +309,8 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                 self._call(session, message.utility)
             if message.HasField("finish_hint"):
                 self.hints.append(message.finish_hint)
+            if message.HasField("cancel_turn"):
+                self.cancels.append(message.cancel_turn)
             for request in self.requests:
                 if request.session is session and request.handle in message.abort.handles:
                     request.abort_reason = message.abort.reason

@@ -148,6 +148,7 @@ def _ending(finished: step_pb2.StepFinished) -> Ending:
         failure=from_status(finished.code, message, finished.details) if finished.code else None,
         drafts=_drafts(finished.drafts) if finished.HasField("drafts") else None,
         error_fields=tuple(finished.error_fields),
+        turn_ended=finished.turn_ended,
     )
 
 

@@ -25,7 +25,8 @@ MIN_ENGINE_REVISION = 1
 # Behaviours that are part of a session only if both sides name them.
 RESUME = "resume"
 ADOPT = "adopt"
-FEATURES = frozenset({RESUME, ADOPT})
+INPUT_SEGMENTS = "input_segments"
+FEATURES = frozenset({RESUME, ADOPT, INPUT_SEGMENTS})
 
 _HANDSHAKE_S = 10.0
 # A lost stream is replaced at once or not at all: its requests make no progress until then.

@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from frontend_svc.engines.adoption.orphaned_requests import EngineAdoptions
 from frontend_svc.engines.connection.columns import read_step
-from frontend_svc.engines.connection.connection import EngineConnection
+from frontend_svc.engines.connection.connection import INPUT_SEGMENTS, EngineConnection
+from frontend_svc.engines.connection.resumable import ResumableRequests
 from frontend_svc.engines.routing.account import EngineAccount
 from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.loss import Loss
@@ -50,6 +51,7 @@ class EngineRequests:
         self._handles = itertools.count(1)
         self._processor = OutputProcessor(on_end=self._on_end)
         self.adoptions = EngineAdoptions(connection, self._processor, self._handles, self.abort)
+        self._resumable = ResumableRequests()
         self._tensors = TensorSender(frontend_id, send=self._send_adds, fail=self._processor.fail)
         connection.greet = self._tensors.greet
 
@@ -63,6 +65,15 @@ class EngineRequests:
         limit = self._connection.ack.max_inflight_adds
         return limit <= 0 or len(self._processor) + num_requests <= limit
 
+    @property
+    def takes_segments(self) -> bool:
+        """Whether requests may be resumable."""
+        return INPUT_SEGMENTS in self._connection.ack.features
+
+    def is_idle(self, handle: int) -> bool:
+        """Whether the engine keeps a request, whose turn has ended, for further input."""
+        return self._resumable.is_idle(handle)
+
     def add(
         self,
         entries: Sequence[add_pb2.AddEntry],
@@ -75,6 +86,7 @@ class EngineRequests:
         added when the stream has just ended are sent on the next one, or are lost with the engine's others.
         """
         handles: list[int] = []
+        self._make_room(len(entries))
         for entry, state in zip(entries, states, strict=True):
             handle = next(self._handles) & 0xFFFFFFFF
             self._processor.register(handle, state)
@@ -86,12 +98,38 @@ class EngineRequests:
                 # What belongs to a feature is not used at an engine without it.
                 entry.ClearField("resume_state")
                 entry.ClearField("orphan_grace_ms")
+            if not self.takes_segments:
+                entry.ClearField("resumable")
+            if entry.resumable:
+                self._resumable.send(entry)
         if tensors:
             self._tensors.send(entries, tensors, self._connection.stub)
         else:
             self._send_adds(entries)
         self._on_add(self._connection.ack.engine_id)
         return handles
+
+    def extend(self, entry: add_pb2.AddEntry, state: Receiver, on_gone: Callable[[], None]) -> None:
+        """Begin the next turn of an idle request.
+
+        `on_gone` is called instead of its receiver if the engine has ended the request before this turn.
+        """
+        self._processor.register(entry.handle, state)
+        self._resumable.send(entry, on_gone)
+        self.account.send(entry.handle, _num_pending_tokens(entry))
+        self._send_adds([entry])
+        self._on_add(self._connection.ack.engine_id)
+
+    def cancel_turn(self, handle: int, segment: int) -> None:
+        """Have the next token be the last of a turn."""
+        cancel = self._connection.session.cancel_turn(handle, segment)
+        self._connection.send(engine_pb2.ConnectRequest(cancel_turn=cancel))
+
+    def close(self, handle: int) -> None:
+        """End a request that waits for input. Without effect on any other."""
+        entry = self._resumable.close(handle)
+        if entry is not None:
+            self._send_adds([entry])
 
     def abort(self, handles: Iterable[int], reason: engine_pb2.AbortReason) -> None:
         """Abort requests in the engine and forget them here; those that have ended are skipped."""
@@ -116,6 +154,9 @@ class EngineRequests:
         self.stale_outputs += self._connection.session.on_step(columns)
         for row in columns.cached:
             self.account.begin(columns.handles[row])
+            self._resumable.begin(columns.handles[row])
+        for row, ending in columns.endings.items():
+            self._note_end(columns.handles[row], ending)
         for index, rows in enumerate(columns.slices(_MAX_ROWS_A_TURN)):
             if index:
                 await asyncio.sleep(0)
@@ -127,6 +168,7 @@ class EngineRequests:
         status = rejected.status
         error = from_status(status.code, status.message, status.details, rejected.retry_after_ms or None)
         self._connection.session.on_finished([rejected.handle])
+        self._end_resumable(rejected.handle)
         self._processor.fail(rejected.handle, error)
         self.adoptions.on_rejected(rejected.handle, error)
 
@@ -143,6 +185,7 @@ class EngineRequests:
         """The engine is lost, and with it the requests it has of this frontend."""
         self.account.reset()
         self._tensors.stop()
+        self._resumable.clear()
         self.adoptions.lose(loss.reason)
         while len(self._processor):
             try:
@@ -150,6 +193,27 @@ class EngineRequests:
             except Exception:
                 # A bug in this frontend that concerns one request. It is forgotten; the others get the loss.
                 logger.exception("a request failed to handle a lost engine", extra={"engine": loss.address})
+
+    def _make_room(self, num_requests: int) -> None:
+        """Let requests that wait for input give way to others."""
+        limit = self._connection.ack.max_inflight_adds
+        num_open = len(self._processor) + self._resumable.num_idle
+        if 0 < limit < num_open + num_requests:
+            self._send_adds(list(self._resumable.close_oldest(num_open + num_requests - limit)))
+
+    def _note_end(self, handle: int, ending: Ending) -> None:
+        if handle not in self._resumable:
+            return
+        if not ending.turn_ended:
+            self._end_resumable(handle)
+        elif handle in self._processor:
+            self._resumable.end_turn(handle)
+
+    def _end_resumable(self, handle: int) -> None:
+        on_gone = self._resumable.end(handle)
+        # Nothing of this end reaches a receiver, as that of a turn that goes on elsewhere.
+        if on_gone is not None and self._processor.forget(handle):
+            on_gone()
 
     def _send_adds(self, entries: Sequence[add_pb2.AddEntry]) -> None:
         for message in self._connection.session.add(entries):

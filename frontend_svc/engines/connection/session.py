@@ -26,6 +26,7 @@ class _OpenRequest:
     entry: add_pb2.AddEntry | None  # until the engine has certainly received it
     adopt: engine_pb2.AdoptEntry | None = None  # until the engine has answered it
     abort_reason: engine_pb2.AbortReason | None = None
+    cancel: engine_pb2.CancelTurn | None = None
     is_moved: bool = False
 
 
@@ -90,6 +91,13 @@ class EngineSession:
                 abort.attempts.append(request.attempt)
         return abort if abort.handles else None
 
+    def cancel_turn(self, handle: int, segment: int) -> engine_pb2.CancelTurn:
+        """The message that ends the turn of a resumable request with its next token."""
+        cancel = engine_pb2.CancelTurn(handle=handle, segment=segment)
+        if handle in self._open:
+            self._open[handle].cancel = cancel
+        return cancel
+
     def on_adopted(self, handle: int, attempt: int) -> None:
         """The engine has handed over a request: from here on it is like one that was sent."""
         request = self._open.get(handle)
@@ -105,7 +113,12 @@ class EngineSession:
             request = self._open.get(columns.handles[row])
             if request is not None:
                 request.entry = None
-        self.on_finished(columns.handles[row] for row in columns.endings)
+        for row, ending in columns.endings.items():
+            handle = columns.handles[row]
+            if not ending.turn_ended:
+                self.on_finished([handle])
+            elif (request := self._open.get(handle)) is not None:
+                request.entry = request.cancel = None
         return num_stale
 
     def on_finished(self, handles: Iterable[int]) -> None:
@@ -132,6 +145,9 @@ class EngineSession:
         adopts = [request.adopt for request in self._open.values() if request.adopt is not None]
         if adopts:
             yield engine_pb2.ConnectRequest(adopt=engine_pb2.Adopt(entries=adopts))
+        for request in self._open.values():
+            if request.cancel is not None:
+                yield engine_pb2.ConnectRequest(cancel_turn=request.cancel)
         by_reason: dict[engine_pb2.AbortReason, list[int]] = {}
         for handle, request in self._open.items():
             if request.abort_reason is not None:

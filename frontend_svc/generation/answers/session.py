@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from array import array
 from collections import deque
@@ -13,6 +14,7 @@ from frontend_svc.generation.answers.generate import messages_of
 from frontend_svc.generation.answers.messages import kind_of, started_message
 from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.generation import Generation, OpenRequest
+from frontend_svc.generation.kept_request import KeptRequest
 from frontend_svc.output.collector import EndReason, Output
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
@@ -46,17 +48,19 @@ class SessionAnswers:
     ) -> AsyncGenerator[Response, None]:
         """What Generate would stream for each turn. Ends after the last input's turn, or with an error."""
         with self._counted(caller.identity):
-            inbox = _Inbox()
+            inbox, kept = _Inbox(), KeptRequest()
             reading = asyncio.ensure_future(inbox.read(messages))
             try:
-                session = _Session(self._generation, caller, inbox, await inbox.start())
+                session = _Session(self._generation, caller, inbox, kept, await inbox.start())
                 append = None
                 while not session.is_over:
-                    async for response in session.turn(append):
-                        yield response
+                    async with contextlib.aclosing(session.turn(append)) as responses:
+                        async for response in responses:
+                            yield response
                     if not session.is_over and (append := await inbox.next()) is None:
                         yield session.end()
             finally:
+                kept.close()
                 reading.cancel()
                 await asyncio.wait((reading,))
 
@@ -81,13 +85,19 @@ class _Session:
     """The tokens of a session, and what its next turn takes from its start."""
 
     def __init__(
-        self, generation: Generation, caller: Caller, inbox: _Inbox, start: generate_pb2.GenerateRequest
+        self,
+        generation: Generation,
+        caller: Caller,
+        inbox: _Inbox,
+        kept: KeptRequest,
+        start: generate_pb2.GenerateRequest,
     ) -> None:
         _check_start(start)
         self.is_over = False
         self._generation = generation
         self._caller = caller
         self._inbox = inbox
+        self._kept = kept
         self._request = start
         # One seed, so that each turn is what Generate answers to its tokens with this seed.
         self._seed = start.sampling.seed if start.sampling.HasField("seed") else secrets.randbits(64)
@@ -103,9 +113,9 @@ class _Session:
                 request, prompt = self._continued(append), _AppendedPrompt(self._context, append)
             request.sampling.seed = self._seed
             async with self._generation.open(
-                request, prompt, self._caller, kind_of(request.sampling)
+                request, prompt, self._caller, kind_of(request.sampling), kept=self._kept
             ) as opened:
-                self._inbox.begin_turn(opened.end)
+                self._inbox.begin_turn(opened.end_turn, opened.end)
                 output = await opened.next()
                 started = started_message(opened, output, returns_ids=request.return_prompt_token_ids)
                 self._position += 1
@@ -148,6 +158,7 @@ class _Session:
         is_cancelled = self._inbox.end_turn()
         goes_on = ending.reason in _GO_ON or (is_cancelled and ending.reason is EndReason.ABORT)
         self.is_over = not goes_on or self._inbox.is_done
+        self._kept.end_turn(opened.num_prompt_tokens, state)
         num_kept = len(state.output_token_ids) - ending.is_by_token
         self._context = array("I", opened.prompt_token_ids) + state.output_token_ids[:num_kept]
 
@@ -197,6 +208,7 @@ class _Inbox:
         self._has_ended = False  # no more input may follow
         self._is_over = False  # no more messages follow
         self._error: ServiceError | None = None
+        self._cancel_turn: Callable[[], None] | None = None
         self._abort_turn: Callable[[], None] | None = None
         self._num_unended = 0  # turns
         self._is_cancelled = False  # the first of them
@@ -245,16 +257,22 @@ class _Inbox:
         if self._error is not None:
             raise self._error
 
-    def begin_turn(self, abort: Callable[[], None]) -> None:
-        """From here on `abort` is called when the turn is cancelled. It may have been already."""
-        self._abort_turn = abort
-        if self._is_cancelled or self._error is not None:
+    def begin_turn(self, cancel: Callable[[], None], abort: Callable[[], None]) -> None:
+        """From here on these are called when the client cancels the turn, and when an error ends the session.
+
+        That may have been before.
+        """
+        self._cancel_turn, self._abort_turn = cancel, abort
+        if self._error is not None:
             abort()
+        elif self._is_cancelled:
+            cancel()
 
     def end_turn(self) -> bool:
         """Returns whether the client has cancelled it."""
         self._num_unended -= 1
-        was_cancelled, self._is_cancelled, self._abort_turn = self._is_cancelled, False, None
+        self._cancel_turn = self._abort_turn = None
+        was_cancelled, self._is_cancelled = self._is_cancelled, False
         return was_cancelled
 
     async def _change(self) -> None:
@@ -278,8 +296,8 @@ class _Inbox:
             self._has_ended = True
         elif self._num_unended:
             self._is_cancelled = True
-            if self._abort_turn is not None:
-                self._abort_turn()
+            if self._cancel_turn is not None:
+                self._cancel_turn()
 
     def _add(self, append: inference_pb2.SessionAppend) -> None:
         if self._has_ended:

@@ -611,6 +611,8 @@ class NoChance(random.Random):
 class NamedRequest:
     """A request of which its name is received."""
 
+    kept_by = None
+
     def __init__(
         self, name: str, prompt: str, errors: dict[str, ServiceError], changed: asyncio.Event
     ) -> None:

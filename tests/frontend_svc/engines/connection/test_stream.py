@@ -13,6 +13,8 @@ from frontend_svc.engines.connection.client import ReadyMailbox
 from frontend_svc.engines.connection.health import StepWatch
 from frontend_svc.engines.connection.session import EngineSession
 from frontend_svc.engines.connection.stream import EngineStream, StreamEnd, StreamLost
+from frontend_svc.output.collector import Ending, EndReason
+from frontend_svc.output.processor import StepColumns
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, utility_pb2
 from triptych_kit.channel import open_channel
 from triptych_kit.clock import FakeClock, MonotonicClock
@@ -346,6 +348,31 @@ def test_no_message_is_larger_than_the_engine_takes():
     for messages in (list(session.add(entries)), list(session.unanswered())):
         assert [len(message.add.entries) for message in messages] == [2, 2, 1]
         assert max(message.ByteSize() for message in messages) <= 2100
+
+
+def ended(handle: int, *, turn_ended: bool) -> StepColumns:
+    return StepColumns([handle], [0], [], {0: Ending(EndReason.LENGTH, turn_ended=turn_ended)}, {})
+
+
+def test_turns_that_have_not_ended_are_sent_again_and_cancelled_again():
+    session = begun(entry(1), entry(2))
+    session.on_step(ended(1, turn_ended=True))
+    session.on_step(ended(2, turn_ended=True))
+    assert list(session.unanswered()) == []
+    session.add([add_pb2.AddEntry(handle=1, segment=1, resumable=True)])
+    session.cancel_turn(1, 1)
+    added, cancelled = session.unanswered()
+    assert added.add.entries[0].segment == 1
+    assert cancelled.cancel_turn == engine_pb2.CancelTurn(handle=1, segment=1)
+    session.on_step(ended(1, turn_ended=True))
+    session.add([add_pb2.AddEntry(handle=1, segment=2)])
+    (closing,) = session.unanswered()
+    assert closing.add.entries[0].segment == 2
+    session.on_step(ended(1, turn_ended=False))
+    assert list(session.unanswered()) == []
+    # What is between two turns is still open, and ends with the session.
+    session.mark_moved()
+    assert session.num_moved == 1
 
 
 def test_moved_requests_are_counted_until_the_engine_has_ended_them():

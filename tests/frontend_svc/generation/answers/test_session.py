@@ -19,15 +19,17 @@ from tests.frontend_svc.fakes import (
     WAIT_S,
     FakeEngine,
     FakeRequest,
+    Script,
     answer,
     details_of,
     make_request,
+    read_all,
     serving,
     serving_one,
 )
 from triptych.api.v1 import generate_pb2, inference_pb2, request_pb2
-from triptych.common.v1 import output_pb2, sampling_pb2
-from triptych.engine.v1 import engine_pb2
+from triptych.common.v1 import error_pb2, output_pb2, sampling_pb2
+from triptych.engine.v1 import engine_pb2, step_pb2
 
 Message = inference_pb2.GenerateSessionRequest
 
@@ -327,3 +329,209 @@ async def test_a_drain_ends_an_idle_session_and_waits_for_a_turn():
         error = await session.error()
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert "DRAINING" in details_of(error)
+
+
+# An engine that keeps requests between turns.
+
+KEEPS = ("adopt", "input_segments")
+TURN_ENDED = step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_LENGTH, turn_ended=True)
+
+
+def ends_turn(*token_ids: int, end: step_pb2.StepFinished = TURN_ENDED) -> Script:
+    """A script that answers each turn with these tokens."""
+
+    def script(engine: FakeEngine, request: FakeRequest) -> None:
+        if request.entry.resumable:
+            engine.step({request: token_ids}, finished={request: end}, cached={request: 0})
+        else:
+            engine.step({request: []}, finished={request: AT_LENGTH})
+
+    return script
+
+
+def names(request: FakeRequest) -> tuple[int, str, int]:
+    entry = request.entry
+    return entry.handle, entry.request_id, entry.attempt
+
+
+async def test_an_engine_that_keeps_a_turn_gets_only_what_is_new_and_the_end():
+    engine = FakeEngine(ends_turn(7, 8), features=KEEPS)
+    async with serving(engine) as (client, _):
+        session = Session(client)
+        await session.send(start([1, 2], temperature=0.5), append([3]), append([4], temperature=0.25), END)
+        for _ in range(3):
+            assert (await session.turn())[0].ids == [7, 8]
+        assert await session.is_at_end()
+        first, second, third, end = await engine.wait_for_requests(4)
+        assert [request.prompt for request in engine.requests] == [[1, 2], [8, 3], [8, 4], []]
+        assert names(first) == names(second) == names(third) == names(end)
+        assert [request.entry.segment for request in engine.requests] == [0, 1, 2, 3]
+        assert [request.entry.resumable for request in engine.requests] == [True, True, True, False]
+        assert [request.entry.sampling.temperature for request in engine.requests[:3]] == [0.5, 0.5, 0.25]
+        assert engine.received.count("abort") == 0
+
+
+async def test_a_token_that_ended_a_turn_is_not_sent_again():
+    end = step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_STOP, eos_token_id=EOS_ID, turn_ended=True)
+    engine = FakeEngine(ends_turn(7, EOS_ID, end=end), features=KEEPS)
+    async with serving(engine) as (client, _):
+        session = Session(client)
+        await session.send(start([1, 2]), append([3]), END)
+        await session.turn()
+        await session.turn()
+    assert [request.prompt for request in engine.requests[:2]] == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        append([3], stop=["cat"]),
+        append([3], seed=5),
+        append([3], bad_words=["cat"]),
+        append([3], prompt_logprobs=0),
+        append([3], skip_reading_prefix_cache=True),
+    ],
+)
+async def test_a_turn_that_does_not_continue_what_is_kept_is_a_request_of_its_own(second):
+    """After a stop string the engine may have more tokens than the client."""
+
+    def script(engine: FakeEngine, request: FakeRequest) -> None:
+        ids = TOKENIZER.encode("the cat sat").ids if request.entry.segment else [7]
+        if request.entry.resumable:
+            engine.step({request: ids}, finished={request: TURN_ENDED}, cached={request: 0})
+
+    engine = FakeEngine(script, features=KEEPS)
+    async with serving(engine) as (client, _):
+        session = Session(client)
+        await session.send(start([1, 2], seed=4), second, append([4]), END)
+        for _ in range(2):
+            await session.turn()
+        await engine.wait(lambda: sum(request.entry.segment == 0 for request in engine.requests) == 2)
+        opened = [request for request in engine.requests if request.entry.segment == 0]
+        ended = [request.entry for request in engine.requests if not request.entry.resumable]
+        assert opened[1].prompt[:4] == [1, 2, 7, 3]
+        assert ended[0].handle == opened[0].handle
+        session.call.cancel()
+
+
+async def test_a_turn_that_is_cancelled_ends_with_its_next_token():
+    engine = FakeEngine(features=KEEPS)
+    async with serving(engine) as (client, _):
+        session = Session(client)
+        await session.send(start([1, 2]))
+        (first,) = await engine.wait_for_requests(1)
+        engine.step({first: [7]}, cached={first: 0})
+        await session.read()
+        await session.send(CANCEL)
+        await engine.wait(lambda: bool(engine.cancels))
+        assert (engine.cancels[0].handle, engine.cancels[0].segment) == (first.handle, 0)
+        aborted = step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_ABORT, turn_ended=True)
+        engine.step({first: [8]}, finished={first: aborted})
+        await session.send(append([3]))
+        second = (await engine.wait_for_requests(2))[1]
+        assert (second.prompt, second.entry.segment) == ([8, 3], 1)
+        # The engine is lost before the turn has ended: it ends here.
+        await session.send(CANCEL)
+        await engine.wait(lambda: len(engine.cancels) == 2)
+        assert engine.cancels[1].segment == 1
+        engine.die()
+        ends = []
+        while len(ends) < 2:
+            message = await session.read()
+            if message.response.HasField("finished"):
+                ends.append((message.response.finished.reason, message.turn_ended))
+        assert ends == [(output_pb2.FINISH_REASON_ABORT, True)] * 2
+        session.call.cancel()
+
+
+@pytest.mark.parametrize("comes", ["before", "after", "refused"])
+async def test_a_request_that_the_engine_has_ended_between_two_turns_is_opened_again(comes):
+    def end(engine: FakeEngine, request: FakeRequest) -> None:
+        aborted = step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_ABORT)
+        engine.step({request: []}, finished={request: aborted})
+
+    def script(engine: FakeEngine, request: FakeRequest) -> None:
+        if request.entry.segment == 0:
+            engine.step({request: [7]}, finished={request: TURN_ENDED}, cached={request: 0})
+            if comes == "before":
+                end(engine, request)
+        elif comes == "after":
+            end(engine, request)
+        elif comes == "refused":
+            status = error_pb2.ErrorStatus(code=grpc.StatusCode.NOT_FOUND.value[0], message="no request")
+            request.session.send(add_rejected=engine_pb2.AddRejected(handle=request.handle, status=status))
+
+    engine = FakeEngine(script, features=KEEPS)
+    async with serving(engine) as (client, _):
+        session = Session(client)
+        await session.send(start([1, 2]))
+        await session.turn()
+        # Another request's answer comes behind what the engine has sent.
+        await read_all(client.generate([5]))
+        await session.send(append([3]))
+        assert (await session.turn())[0].ids == [7]
+        session.call.cancel()
+    opened = [request.prompt for request in engine.requests if request.entry.segment == 0]
+    assert opened == [[1, 2], [5], [1, 2, 7, 3]]
+
+
+async def test_a_turn_whose_engine_is_lost_goes_on_at_another_with_all_tokens():
+    first, second = FakeEngine(features=KEEPS), FakeEngine(features=KEEPS, dp_rank=1)
+    async with serving(first, second) as (client, _):
+        await client.until_engines_are_ready(2)
+        session = Session(client)
+        await session.send(start([1, 2]))
+        await asyncio.wait(
+            [asyncio.ensure_future(one.wait_for_requests(1)) for one in (first, second)],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        lost, other = (first, second) if first.requests else (second, first)
+        (opened,) = lost.requests
+        lost.step({opened: [7]}, finished={opened: TURN_ENDED}, cached={opened: 0})
+        await session.turn()
+        await session.send(append([3]))
+        segment = (await lost.wait_for_requests(2))[1]
+        lost.step({segment: [8]}, cached={segment: 2})
+        await session.read()
+        await session.read()
+        lost.die()
+        (moved,) = await other.wait_for_requests(1)
+        assert (moved.prompt, moved.output, moved.entry.segment) == ([1, 2, 7, 3], [8], 0)
+        other.step({moved: [9]}, finished={moved: TURN_ENDED}, cached={moved: 0})
+        await session.turn()
+        await session.send(append([4]))
+        assert (await other.wait_for_requests(2))[1].prompt == [9, 4]
+        # Between two turns: the next opens a request where there is an engine.
+        follower = other.requests[1]
+        other.step({follower: [5]}, finished={follower: TURN_ENDED}, cached={follower: 0})
+        await session.turn()
+        other.die()
+        await session.send(append([6]))
+        await lost.wait_for_requests(3)
+        session.call.cancel()
+    assert lost.requests[2].prompt == [1, 2, 7, 3, 8, 9, 4, 5, 6]
+
+
+async def test_a_client_that_leaves_between_two_turns_has_its_request_ended():
+    engine = FakeEngine(ends_turn(7), features=KEEPS)
+    async with serving(engine) as (client, _):
+        session = Session(client)
+        await session.send(start([1, 2]))
+        await session.turn()
+        session.call.cancel()
+        end = (await engine.wait_for_requests(2))[1]
+    assert (end.entry.segment, end.entry.resumable) == (1, False)
+
+
+async def test_requests_that_wait_for_input_give_way_where_an_engine_takes_no_more():
+    engine = FakeEngine(ends_turn(7), features=KEEPS, max_inflight_adds=2)
+    async with serving(engine) as (client, _):
+        sessions = [Session(client) for _ in range(3)]
+        for session in sessions:
+            await session.send(start([1, 2]))
+            await session.turn()
+        opened, _, end, _ = await engine.wait_for_requests(4)
+        assert (end.handle, end.entry.segment) == (opened.handle, 1)
+        assert not end.entry.resumable
+        for session in sessions:
+            session.call.cancel()
