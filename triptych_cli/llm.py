@@ -220,9 +220,13 @@ class LLM:
         *,
         dimensions: int | None = None,
         normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[EmbeddingResult]:
-        """One vector per prompt. FailedPrecondition if the model does not support it."""
-        return self._embed(prompts, "embed", dimensions, normalize)
+        """One vector per prompt. FailedPrecondition if the model does not support it.
+
+        truncate_prompt_tokens: how many are kept, -1: as many as the model takes; None: none is cut.
+        """
+        return self._embed(prompts, "embed", dimensions, normalize, truncate_prompt_tokens)
 
     @checks_arguments
     def encode(
@@ -231,22 +235,30 @@ class LLM:
         *,
         dimensions: int | None = None,
         normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[EmbeddingResult]:
-        """One vector per token of each prompt. FailedPrecondition if the model does not support it."""
-        return self._embed(prompts, "token_embed", dimensions, normalize)
+        """One vector per token of each prompt, as `embed`."""
+        return self._embed(prompts, "token_embed", dimensions, normalize, truncate_prompt_tokens)
 
     @checks_arguments
     def classify(
-        self, prompts: Prompt | Sequence[Prompt], *, use_activation: bool | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[ClassificationResult]:
         """Class probabilities of each prompt, logits without `use_activation`; None: as the model.
 
+        truncate_prompt_tokens: see `embed`.
         FailedPrecondition if the model has no classes.
         """
         inputs = read_prompts(prompts)
         _check_task(self._described, "classify")
         request = embedding_pb2.ClassifyRequest(
-            inputs=map(pooling_input, inputs), use_activation=use_activation
+            inputs=map(pooling_input, inputs),
+            use_activation=use_activation,
+            truncate_prompt_tokens=truncate_prompt_tokens,
         )
         response: embedding_pb2.ClassifyResponse = self._run(self._calls.pool("Classify", request))
         labels = tuple(response.labels)
@@ -262,10 +274,11 @@ class LLM:
         documents: Prompt | Sequence[Prompt],
         *,
         use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[ScoreResult]:
         """The score of each document for its query, or for the only query.
 
-        use_activation: False for logits; None: as the model.
+        use_activation: False for logits; None: as the model.  truncate_prompt_tokens: of a pair, see `embed`.
         FailedPrecondition if the model does not support it.
         """
         query_prompts, document_prompts = (
@@ -283,6 +296,7 @@ class LLM:
             queries=map(pooling_input, query_prompts),
             documents=map(pooling_input, document_prompts),
             use_activation=use_activation,
+            truncate_prompt_tokens=truncate_prompt_tokens,
         )
         response: embedding_pb2.ScoreResponse = self._run(self._calls.pool("Score", request))
         return [ScoreResult(index, score) for index, score in enumerate(response.scores)]
@@ -309,6 +323,7 @@ class LLM:
         task: str,
         dimensions: int | None,
         normalize: bool | None,
+        truncate_prompt_tokens: int | None,
     ) -> list[EmbeddingResult]:
         inputs: list[GivenPrompt] = read_prompts(prompts)
         _check_task(self._described, task)
@@ -319,6 +334,7 @@ class LLM:
                 dimensions=dimensions,
                 normalize=normalize,
             ),
+            truncate_prompt_tokens=truncate_prompt_tokens,
         )
         response: embedding_pb2.EmbedResponse = self._run(self._calls.pool("Embed", request))
         return [EmbeddingResult(index, values_of(tensor)) for index, tensor in enumerate(response.embeddings)]

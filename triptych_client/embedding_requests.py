@@ -13,9 +13,14 @@ PoolingInput: TypeAlias = str | Sequence[int]
 
 
 class PoolingOptions(ModelOptions, total=False):
-    """Options of every request to a pooling model."""
+    """Options of every request to a pooling model.
+
+    `truncate_prompt_tokens` keeps the first so many tokens of a prompt, -1 as many as the model takes; unset:
+    one that is too long is refused.
+    """
 
     request_id: str
+    truncate_prompt_tokens: int
 
 
 class EmbedOptions(PoolingOptions, total=False):

@@ -532,12 +532,14 @@ def test_what_is_no_vector_is_an_error(tensor: tensor_pb2.Tensor, what: str) -> 
 
 
 def test_options_of_vectors_are_those_of_pooling() -> None:
-    request = build_embed_request(["a", [1, 2]], {"dimensions": 8, "per_token": True, "model": "m"})
+    request = build_embed_request(
+        ["a", [1, 2]], {"dimensions": 8, "per_token": True, "model": "m", "truncate_prompt_tokens": 5}
+    )
     assert request.pooling == sampling_pb2.PoolingParams(
         task=sampling_pb2.POOLING_TASK_TOKEN_EMBED, dimensions=8
     )
     assert [entry.WhichOneof("input") for entry in request.inputs] == ["prompt", "token_ids"]
-    assert request.model == "m"
+    assert (request.model, request.truncate_prompt_tokens) == ("m", 5)
 
 
 def test_one_text_is_not_taken_for_its_letters() -> None:

@@ -130,14 +130,7 @@ class EmbeddingRoutes:
                 await asyncio.sleep(0)
             shown = {"object": "embedding", "index": index, "embedding": write(tensor)}
             data.append(msgspec.Raw(_encode(shown)))
-        content = {
-            "id": f"embd-{answer.request_id}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": api_request.model,
-            "data": data,
-            "usage": _usage_of(answer.usage),
-        }
+        content = _listed(f"embd-{answer.request_id}", api_request.model, data, answer.usage)
         return json_response(content, ignored)
 
     async def _classify(self, request: Request) -> Response:
@@ -150,14 +143,7 @@ class EmbeddingRoutes:
             best = max(range(len(probs)), key=probs.__getitem__)
             label = answer.labels[best] if len(answer.labels) == len(probs) else None
             data.append({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
-        content = {
-            "id": f"classify-{answer.request_id}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": api_request.model,
-            "data": data,
-            "usage": _usage_of(answer.usage),
-        }
+        content = _listed(f"classify-{answer.request_id}", api_request.model, data, answer.usage)
         return json_response(content, ignored)
 
     async def _pool(self, request: Request) -> Response:
@@ -180,15 +166,7 @@ class EmbeddingRoutes:
             if index % _WRITTEN_AT_ONCE == _WRITTEN_AT_ONCE - 1:
                 await asyncio.sleep(0)
             data.append(msgspec.Raw(_encode({"index": index, "object": "pooling", "data": write(tensor)})))
-        content = {
-            "id": f"pool-{name}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": self._name_of(body.model),
-            "data": data,
-            "usage": _usage_of(usage),
-        }
-        return json_response(content, ignored)
+        return json_response(_listed(f"pool-{name}", self._name_of(body.model), data, usage), ignored)
 
     async def _score(self, request: Request) -> Response:
         body, ignored = await body_of(request, ScoreBody)
@@ -202,17 +180,10 @@ class EmbeddingRoutes:
         names = {"queries": query_field, "documents": document_field, **_set_activation(api_request, body)}
         request.state.name_of = _names_of(names)
         answer = await unless_disconnected(request, self._pooling.score(api_request, caller_of(request)))
-        content = {
-            "id": f"score-{answer.request_id}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": api_request.model,
-            "data": [
-                {"index": index, "object": "score", "score": score}
-                for index, score in enumerate(answer.scores)
-            ],
-            "usage": _usage_of(answer.usage),
-        }
+        data = [
+            {"index": index, "object": "score", "score": score} for index, score in enumerate(answer.scores)
+        ]
+        content = _listed(f"score-{answer.request_id}", api_request.model, data, answer.usage)
         return json_response(content, ignored)
 
     async def _rerank(self, request: Request) -> Response:
@@ -386,6 +357,18 @@ def _base64_of(tensor: tensor_pb2.Tensor) -> str:
         values = read_floats(tensor)
         content = struct.pack(f"<{len(values)}f", *values)
     return base64.b64encode(content).decode()
+
+
+def _listed(name: str, model: str, data: Sequence[object], usage: output_pb2.Usage) -> dict[str, object]:
+    """The body of an answer that is a list."""
+    return {
+        "id": name,
+        "object": "list",
+        "created": int(time.time()),
+        "model": model,
+        "data": data,
+        "usage": _usage_of(usage),
+    }
 
 
 def _usage_of(usage: output_pb2.Usage) -> dict[str, int]:

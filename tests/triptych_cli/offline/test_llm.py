@@ -616,14 +616,21 @@ def test_a_conversation_that_is_none_is_named(conversations: list, logprob: str)
 def test_pooling_goes_to_the_embedding_service_where_the_model_can() -> None:
     tasks = ("embed", "token_embed", "classify", "score")
     with fake_frontend(*tasks) as (frontend, address), LLM("", engine="remote", address=address) as llm:
-        assert [result.values for result in llm.embed(["ab", "abc"], dimensions=2)] == [
+        assert [
+            result.values for result in llm.embed(["ab", "abc"], dimensions=2, truncate_prompt_tokens=-1)
+        ] == [
             [2.0, 0.5],
             [3.0, 0.5],
         ]
-        assert [result.values for result in llm.encode("ab")] == [[[1.0, 2.0], [3.0, 4.0]]]
-        (classes,) = llm.classify("ab", use_activation=False)
+        assert [result.values for result in llm.encode("ab", truncate_prompt_tokens=5)] == [
+            [[1.0, 2.0], [3.0, 4.0]]
+        ]
+        (classes,) = llm.classify("ab", use_activation=False, truncate_prompt_tokens=7)
         assert (classes.values, classes.labels) == ([0.25, 0.75], ("no", "yes"))
-        assert [result.score for result in llm.score("q", ["d", "dd"], use_activation=True)] == [
+        assert [
+            result.score
+            for result in llm.score("q", ["d", "dd"], use_activation=True, truncate_prompt_tokens=9)
+        ] == [
             1.0,
             2.0,
         ]
@@ -631,6 +638,7 @@ def test_pooling_goes_to_the_embedding_service_where_the_model_can() -> None:
             llm.score(["q", "r"], ["d"])
     assert frontend.requests[0].pooling.dimensions == 2
     assert [request.use_activation for request in frontend.requests[-2:]] == [False, True]
+    assert [request.truncate_prompt_tokens for request in frontend.requests] == [-1, 5, 7, 9]
 
 
 # What a stream's messages look like is nothing for a facade that returns whole results.
