@@ -71,8 +71,11 @@ class AdapterAnswers:
         )
         violations.raise_if_any()
         base = self._directory.model(model).name
-        if name in self._directory.models() or name in self._directory.aliases_of(base):
-            raise AlreadyExists(f"name is {name!r}, which is that of a model")
+        for of, served in self._directory.models().items():
+            if name in (of, *self._directory.aliases_of(of)):
+                raise AlreadyExists(f"name is {name!r}, which is that of a model")
+            if of != base and name in served.variants:
+                raise AlreadyExists(f"name is {name!r}, which is that of an adapter of model {of!r}")
         await self._in_turn(self._load(base, name, path, replaces=replaces))
 
     async def unload(self, name: str, *, model: str = "") -> None:

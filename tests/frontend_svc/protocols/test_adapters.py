@@ -75,6 +75,13 @@ async def test_a_name_that_is_taken_is_a_conflict_and_is_replaced_on_request():
     assert engines[0].adapters == engines[1].adapters != first
 
 
+async def test_a_name_that_requests_have_for_another_model_is_a_conflict():
+    engines = FakeEngine(), FakeEngine(model="other", dp_rank=1, adapters={"cook": "aa" * 32})
+    async with administered(*engines, model_alias=("chef=other",)) as admin:
+        replies = [await admin.load(lora_name=name, base_model_name="tiny") for name in ("cook", "chef")]
+    assert [(reply.status, engines[0].calls) for reply in replies] == [(409, [])] * 2
+
+
 @pytest.mark.parametrize(
     ("refusal", "status"),
     [
