@@ -43,6 +43,7 @@ from triptych_cli.offline.results import (
     to_result,
     values_of,
 )
+from triptych_cli.offline.session import Session
 from triptych_cli.vllm_names import (
     LLM_ATTRIBUTES,
     check_arguments,
@@ -166,6 +167,16 @@ class LLM:
         with Bar("Generating", len(requests), is_shown=progress) as bar:
             responses = self._run(self._calls.generate(requests, partial(_tick, bar)))
         return [to_result(response, one.text) for response, one in zip(responses, inputs, strict=True)]
+
+    @checks_arguments
+    def session(self, *, adapter: str = "", priority: int = 0, add_special_tokens: bool = True) -> Session:
+        """Turns that each continue all tokens before them, of which an engine computes only what is new.
+
+        add_special_tokens: around the first input, if it is a text.
+        """
+        request = self._calls.session_request(adapter=adapter, priority=priority)
+        request.add_special_tokens = add_special_tokens
+        return Session(partial(self._calls.session, self._while_alive), request, self._run)
 
     @checks_arguments
     def chat(

@@ -181,6 +181,7 @@ def with_fields(error: ServiceError, name_of: Callable[[str], str]) -> ServiceEr
     elif field := changed.metadata.get("fields"):
         changed.metadata = {**changed.metadata, "fields": name_of(field)}
         changed.message = changed.message.replace(field, name_of(field), 1)
+    changed.args = (changed.message,)
     return changed
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from triptych.api.v1 import (
 from triptych_cli.offline.frontend import LLMFrontend, Services
 from triptych_cli.offline.inputs import GivenPrompt, check_ids
 from triptych_cli.offline.run import run_all
+from triptych_cli.offline.session import SessionCall
 
 _T = TypeVar("_T")
 
@@ -102,6 +103,22 @@ class LLMCalls:
     ) -> list[chat_pb2.ChatUnaryResponse]:
         """The responses in order of the conversations."""
         return await self._answer_all(self._services.chat.ChatOnce, requests, "conversations", on_answer)
+
+    def session(
+        self, while_alive: Callable[[Coroutine[Any, Any, None]], Coroutine[Any, Any, None]]
+    ) -> SessionCall:
+        """A call of GenerateSession, which ends with the engine."""
+        return SessionCall(self._services.inference.GenerateSession, while_alive, self._timeout_s)
+
+    def session_request(self, *, adapter: str, priority: int) -> generate_pb2.GenerateRequest:
+        """The first request of a session, without its input."""
+        return generate_pb2.GenerateRequest(
+            model=self._model,
+            request_id=self._next_id(),
+            adapter=adapter,
+            priority=priority,
+            return_prompt_token_ids=True,
+        )
 
     async def pool(self, method: str, request: PoolingRequest) -> Any:
         """The response of a method of the EmbeddingService."""

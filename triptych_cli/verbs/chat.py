@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -46,12 +47,13 @@ def run_chat(chat: Chat) -> int:
     clears a line that is typed, elsewhere it ends the conversation.
     """
     messages: list[chat_message_pb2.ChatMessage] = []
+    job_id = _new_job()
     try:
         if chat.quick is None and sys.stdin.isatty():
             print(f"{asyncio.run(_model(chat))}: /help lists the commands, /exit ends")
         for text in _lines() if chat.quick is None else [chat.quick]:
             if text == "/clear":
-                messages = []
+                messages, job_id = [], _new_job()
                 continue
             if (command := _SYSTEM.fullmatch(text)) is not None:
                 messages = _with_system(messages, command[1] or "")
@@ -59,7 +61,7 @@ def run_chat(chat: Chat) -> int:
             conversation = [*messages, _message(chat_message_pb2.CHAT_ROLE_USER, text)]
             answer = ChatAnswer(is_terminal=sys.stdout.isatty())
             try:
-                asyncio.run(_receive(answer, chat, conversation))
+                asyncio.run(_receive(answer, chat, conversation, job_id))
                 messages = [*conversation, answer.message()]
             except KeyboardInterrupt:
                 print()
@@ -125,9 +127,22 @@ def _message(role: chat_message_pb2.ChatRole, text: str) -> chat_message_pb2.Cha
     return chat_message_pb2.ChatMessage(role=role, parts=[chat_message_pb2.ChatPart(text=text)])
 
 
-async def _receive(answer: ChatAnswer, chat: Chat, messages: Sequence[chat_message_pb2.ChatMessage]) -> None:
+def _new_job() -> str:
+    """The id of a conversation, of which engines that serve jobs keep the blocks between two turns."""
+    return f"chat-{secrets.token_hex(8)}"
+
+
+async def _receive(
+    answer: ChatAnswer, chat: Chat, messages: Sequence[chat_message_pb2.ChatMessage], job_id: str
+) -> None:
     """Receive the next message, and print it as it arrives."""
-    request = chat_message_pb2.ChatRequest(model=chat.model, messages=messages, sampling=chat.sampling)
+    request = chat_message_pb2.ChatRequest(
+        model=chat.model,
+        messages=messages,
+        sampling=chat.sampling,
+        job_id=job_id,
+        is_last_step=chat.quick is not None,
+    )
     async with open_client_channel(chat.url) as channel:
         stub: Any = chat_pb2_grpc.ChatServiceStub(channel)
         call = stub.Chat(request)

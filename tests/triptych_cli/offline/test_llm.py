@@ -92,6 +92,39 @@ def test_the_three_transports_give_equal_results(llms: dict[str, LLM], stream: s
     assert len(ids) >= 20
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_turn_of_a_session_is_the_answer_to_all_tokens_before_it(llms: dict[str, LLM], kind: str) -> None:
+    llm = llms[kind]
+    greedy, seeded = STREAMS["greedy"], STREAMS["seeded"]
+    with llm.session() as session:
+        results = [
+            session.generate([5, 6, 7], greedy),
+            session.generate("river bank"),
+            session.generate([9], seeded),
+        ]
+    context: tuple[int, ...] = ()
+    inputs = [(5, 6, 7), tuple(llm.tokenize("river bank", add_special_tokens=False)), (9,)]
+    for result, given, params in zip(results, inputs, (greedy, greedy, seeded), strict=True):
+        assert result.prompt_token_ids == context + given
+        [whole] = llm.generate([list(result.prompt_token_ids)], params, progress=False)
+        assert (result.text, result.outputs[0].token_ids) == (whole.text, whole.outputs[0].token_ids)
+        assert result.outputs[0].finish_reason == "length"
+        context = result.prompt_token_ids + result.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("kind", ["remote", "in-process"])
+def test_a_session_ends_with_the_first_error_or_when_it_is_closed(llms: dict[str, LLM], kind: str) -> None:
+    with llms[kind].session() as session:
+        session.generate([5], STREAMS["no text"])
+        for _ in range(2):
+            with pytest.raises(InvalidArgument, match=r"append\.token_ids"):
+                session.generate([1 << 20])
+    session = llms[kind].session()
+    session.close()
+    with pytest.raises(ServiceError, match="the session has ended"):
+        session.generate([5])
+
+
 def test_the_most_logprobs_are_those_of_the_engine(checkpoint: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=2, logprobs=30, ignore_eos=True)
     with LLM(checkpoint, engine="in-process", max_logprobs=40, **OPTIONS) as llm:

@@ -35,6 +35,7 @@ async def test_quick_says_one_thing() -> None:
     [request] = engine.requests
     assert prompt_of(request).startswith("<user>hi<assistant>")
     assert request.entry.sampling.max_tokens == 99
+    assert request.entry.is_last_step
 
 
 async def test_every_line_is_a_turn_that_knows_those_before() -> None:
@@ -46,6 +47,9 @@ async def test_every_line_is_a_turn_that_knows_those_before() -> None:
     first, second = (prompt_of(request).strip() for request in engine.requests)
     assert first == "<user>one<assistant>"
     assert second == "<user>one<assistant>hello world<user>two<assistant>"
+    (job_id,) = {request.entry.job_id for request in engine.requests}
+    assert job_id
+    assert not any(request.entry.is_last_step for request in engine.requests)
 
 
 async def test_what_is_piped_on_is_the_answer_without_its_reasoning() -> None:
@@ -73,7 +77,8 @@ async def test_commands_are_done_here_and_a_text_with_a_slash_is_a_turn() -> Non
     assert "/clear  begins a new conversation" in outcome.out
     assert "unknown command /hlep: /help lists the commands" in outcome.out
     assert outcome.out.count("a mat") == 2
-    # One message each: the conversation was begun anew.
+    # One message each: the conversation was begun anew, as another job.
+    assert len({request.entry.job_id for request in engine.requests}) == 2
     prompts = [prompt_of(request).strip() for request in engine.requests]
     assert [prompt.count("<user>") for prompt in prompts] == [1, 1]
 
