@@ -34,7 +34,7 @@ HOLD_CONNECTION = "triptych.hold_connection"
 
 
 class Authorization:
-    """Wraps the whole application, so that a new route is not open by mistake.
+    """Wraps the whole application, so that a new route is not open by mistake, nor a scope of another type.
 
     dialect_of: the API of a call.  own_rules: paths whose handlers find the identity themselves.
     turns: of the calls of accounts.
@@ -53,15 +53,16 @@ class Authorization:
         self._exempt = OPEN_PATHS.union(own_rules)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._exempt:
+        if scope["path"] not in self._exempt:
+            method = f"{scope.get('method', 'GET')} {scope['path'][:256]}"
             try:
-                identity = self._identify(scope)
+                identity = self._identify(scope, method)
                 hold: Callable[[str, int], None] | None = scope.get("extensions", {}).get(HOLD_CONNECTION)
                 if hold is not None:
                     hold(account_of(identity, scope), identity.weight)
             except (Unauthenticated, PermissionDenied, Unavailable) as error:
                 client = scope["client"][0] if scope.get("client") else ""
-                await self._note(error, f"{scope['method']} {scope['path'][:256]}", client)
+                await self._note(error, method, client)
                 refusal = Response(
                     msgspec.json.encode(self._dialect_of(scope).error_body(error)),
                     status_code=status_of(error),
@@ -86,7 +87,7 @@ class Authorization:
         if isinstance(error, Unauthenticated):
             await self._authenticator.refusals.wait(client, error.reason)
 
-    def _identify(self, scope: Scope) -> Identity:
+    def _identify(self, scope: Scope, method: str) -> Identity:
         if not self._authenticator.needs_credentials:
             return UNRESTRICTED
         names: Any = scope.get("extensions", {}).get(CERTIFICATE_NAMES, [])
@@ -95,6 +96,6 @@ class Authorization:
         if not authorization and (key := headers.get(KEY_HEADER)):
             authorization = f"Bearer {key}"
         identity = self._authenticator.identify(authorization, names)
-        check_role(identity, CLIENTS, f"{scope['method']} {scope['path'][:256]}")
+        check_role(identity, CLIENTS, method)
         bind_identity(identity)
         return identity

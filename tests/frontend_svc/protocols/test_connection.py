@@ -331,6 +331,24 @@ async def test_a_request_does_not_wait_for_a_hundred_of_another_account():
     assert begun.count("a") == 100
 
 
+async def test_a_websocket_without_a_key_gets_401_before_the_application():
+    begun: list[str] = []
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["path"])
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    guarded = Authorization(app, authenticator_of(("a",)), lambda scope: OPENAI)
+    await guarded({"type": "websocket", "path": "/v1/realtime", "headers": []}, None, send)  # type: ignore[arg-type]  # not used
+    assert (begun, sent[0]["type"], sent[0]["status"]) == ([], "websocket.http.response.start", 401)
+    headers = [(b"authorization", f"Bearer {key_of('a')}".encode())]
+    await guarded({"type": "websocket", "path": "/v1/realtime", "headers": headers}, None, send)  # type: ignore[arg-type]  # not used
+    assert begun == ["/v1/realtime"]
+
+
 @pytest.mark.parametrize("more", [b"", b"\r\n", GET % b"a"])
 async def test_the_end_of_a_client_is_noticed_also_behind_the_beginning_of_its_next_request(more):
     async with listening() as (app, address):
