@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from frontend_svc.protocols.openai.call import Dialect, account_of
 from frontend_svc.protocols.openai.errors import error_headers, status_of
+from frontend_svc.protocols.openai.websocket import PROTOCOLS
 from triptych_kit.call_turns import CallTurns
 from triptych_kit.errors import PermissionDenied, ServiceError, Unauthenticated, Unavailable
 from triptych_kit.security.access import CLIENTS, check_role
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 OPEN_PATHS = frozenset(("/health", "/ping", "/ready"))
 # The header in which clients of Anthropic's API send their key.
 KEY_HEADER = "x-api-key"
+# With which a browser's WebSocket, which has no headers of its own, names its key among its protocols.
+KEY_PROTOCOL = "openai-insecure-api-key."
 # Where the listener puts the names of the certificate of a connection.
 CERTIFICATE_NAMES = "triptych.certificate_names"
 # Where the listener puts the function by which a request holds its connection, until its answer is complete:
@@ -93,9 +96,14 @@ class Authorization:
         names: Any = scope.get("extensions", {}).get(CERTIFICATE_NAMES, [])
         headers = Headers(scope=scope)
         authorization = headers.get(AUTHORIZATION, "")
-        if not authorization and (key := headers.get(KEY_HEADER)):
+        if not authorization and (key := headers.get(KEY_HEADER) or _key_among_protocols(headers)):
             authorization = f"Bearer {key}"
         identity = self._authenticator.identify(authorization, names)
         check_role(identity, CLIENTS, method)
         bind_identity(identity)
         return identity
+
+
+def _key_among_protocols(headers: Headers) -> str:
+    names = (name.strip() for name in headers.get(PROTOCOLS, "").split(","))
+    return next((name.removeprefix(KEY_PROTOCOL) for name in names if name.startswith(KEY_PROTOCOL)), "")

@@ -28,6 +28,12 @@ from uvicorn.server import ServerState
 
 from frontend_svc.protocols.openai.authorization import CERTIFICATE_NAMES, HOLD_CONNECTION
 from frontend_svc.protocols.openai.errors import error_body, error_headers
+from frontend_svc.protocols.openai.websocket import (
+    SWITCHING_PROTOCOLS,
+    UPGRADED,
+    WebSocket,
+    WebSocketLimits,
+)
 from triptych_kit.errors import ServiceError, Unavailable
 from triptych_kit.http.targets import in_origin_form
 from triptych_kit.security.refusals import NO_REQUEST, TOO_MANY_CONNECTIONS, Refusals
@@ -62,6 +68,7 @@ class ConnectionLimits:
     idle_s: float = 75.0  # longer than the usual proxies keep a connection, so that these close it first
     slow_reader_s: float = 30.0  # for a client to read what exceeds the buffers
     linger_s: float = 5.0  # for a client to read the rest of a connection that is closed
+    websocket: WebSocketLimits = field(default_factory=WebSocketLimits)
 
 
 @dataclass(slots=True)
@@ -180,6 +187,7 @@ class LimitedConnection(H11Protocol):
         self._closes_since: float | None = None
         self._address = ""  # of the client or its proxy
         self._account: str | None = None  # whose request it has
+        self._websocket: WebSocket | None = None  # from its upgrade on, as long as the connection is open
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
@@ -195,15 +203,26 @@ class LimitedConnection(H11Protocol):
             self._wait(limits.request_s)
 
     def _extend_scope(self, transport: asyncio.Transport) -> None:
-        """Give the application the names of the certificate that the client has proved, and `_hold`."""
+        """Give the application the names of the certificate that the client has proved, `_hold`, and the
+        WebSocket of an answer that upgrades the connection."""
         tls = transport.get_extra_info("ssl_object")
         names = [] if tls is None else names_in_certificate(tls.getpeercert())
-        extensions = {HOLD_CONNECTION: self._hold, **({CERTIFICATE_NAMES: names} if names else {})}
+        extensions = {
+            HOLD_CONNECTION: self._hold,
+            UPGRADED: lambda: self._websocket,
+            **({CERTIFICATE_NAMES: names} if names else {}),
+        }
         app = self.app
 
         async def extended(scope: Any, receive: Any, send: Any) -> None:
+            async def send_or_upgrade(message: Any) -> None:
+                if message.get("status") == SWITCHING_PROTOCOLS:
+                    self._upgrade(message["headers"])
+                else:
+                    await send(message)
+
             scope["extensions"] = {**scope.get("extensions", {}), **extensions}
-            await app(scope, receive, send)
+            await app(scope, receive, send_or_upgrade)
 
         self.app = extended
 
@@ -230,7 +249,25 @@ class LimitedConnection(H11Protocol):
             self._all.with_requests.give_back(self._account)
             self._account = None
 
+    def _upgrade(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Answer the request with 101. From then on the connection is that of a WebSocket."""
+        # uvicorn writes nothing more.
+        self.cycle.disconnected = True
+        self._websocket = WebSocket(self.transport, self._all.limits.websocket)
+        if self.transport.is_closing():
+            self._websocket.lose()
+            return
+        answer = h11.InformationalResponse(
+            status_code=SWITCHING_PROTOCOLS, headers=headers, reason="Switching Protocols"
+        )
+        self.transport.write(self.conn.send(answer) or b"")
+        self._websocket.feed(self.conn.trailing_data[0])
+        self.flow.resume_reading()
+
     def data_received(self, data: bytes) -> None:
+        if self._websocket is not None:
+            self._websocket.feed(data)
+            return
         for start in range(0, len(data), _SLICE_BYTES):
             if self.transport.is_closing():
                 return
@@ -248,10 +285,14 @@ class LimitedConnection(H11Protocol):
     def pause_writing(self) -> None:
         self._stalled_since = self.loop.time()
         super().pause_writing()
+        if self._websocket is not None:
+            self._websocket.pause_writing()
 
     def resume_writing(self) -> None:
         self._stalled_since = None
         super().resume_writing()
+        if self._websocket is not None:
+            self._websocket.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._release()
@@ -260,9 +301,14 @@ class LimitedConnection(H11Protocol):
         if not self._all.num_of[self._address]:
             del self._all.num_of[self._address]
         self._all.idle.pop(self, None)
+        if self._websocket is not None:
+            self._websocket.lose()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
+        if self._websocket is not None:
+            self._websocket.leave()
+            return
         # h11 refuses to close a connection whose request is half here.
         with contextlib.suppress(h11.LocalProtocolError):
             super().shutdown()

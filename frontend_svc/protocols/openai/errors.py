@@ -32,6 +32,7 @@ _STATUSES_OF_REASONS = {
     "HOST_NOT_SERVED": 421,
     "METHOD_NOT_ALLOWED": 405,
     "UNKNOWN_URL": 404,
+    "UPGRADE_REQUIRED": 426,
     "UNSUPPORTED_MEDIA_TYPE": 415,
 }
 _KINDS = {
@@ -59,6 +60,8 @@ def error_body(error: ServiceError) -> dict[str, Any]:
 def error_headers(error: ServiceError) -> dict[str, str]:
     if status_of(error) == 401:
         return {"www-authenticate": "Bearer"}
+    if status_of(error) == 426:
+        return {"upgrade": "websocket", "sec-websocket-version": "13"}
     if error.retry_after_ms is None:
         return {}
     return {"retry-after": str(max(1, math.ceil(error.retry_after_ms / 1000)))}
