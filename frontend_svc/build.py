@@ -57,6 +57,7 @@ from frontend_svc.protocols.openai.call_ids import CallIds
 from frontend_svc.protocols.openai.connection import ConnectionLimits
 from frontend_svc.protocols.openai.http_metrics import HTTPCalls
 from frontend_svc.protocols.openai.listener import HTTPListener
+from frontend_svc.protocols.openai.realtime.session import RealtimeLimits
 from frontend_svc.protocols.openai.response_store import ResponseStore
 from frontend_svc.protocols.openai.routes import OpenAIRoutes, dialect_of
 from frontend_svc.text.limits import RequestLimits
@@ -470,6 +471,8 @@ def _http_listener(
         rates_of=requests.tenants.rates,
         adapters=answers.adapters if config.allow_runtime_lora else None,
         pages=pages,
+        realtime_limits=RealtimeLimits(config.realtime_max_sessions, config.realtime_idle_s),
+        is_draining=lambda: requests.draining.has_begun,
     )
     listener = HTTPListener(
         join_address(config.host, config.http_port or 0),

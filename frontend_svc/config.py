@@ -55,6 +55,12 @@ class FrontendConfig(SecurityOptions):
     http_unknown_fields: Literal["refuse", "ignore"] = option(
         "refuse", help="unknown fields of HTTP bodies: ignore takes them and names them in a header"
     )
+    realtime_max_sessions: int = option(
+        64, help="limit of open sessions of /v1/realtime of a tenant, or of an address without keys; 0: none"
+    )
+    realtime_idle_s: float = option(
+        600.0, help="seconds after which a session of /v1/realtime without an event or a response is closed"
+    )
     admin_port: int = option(0, help="port of the admin listener, on loopback; 0 lets the kernel choose")
     admin_http_host: str = option("127.0.0.1", help="address of the admin HTTP listener, with /metrics")
     admin_http_port: int = option(0, help="port of the admin HTTP listener; 0 lets the kernel choose")
@@ -203,6 +209,8 @@ class FrontendConfig(SecurityOptions):
             raise ValueError(f"tokenizer {self.tokenizer} does not exist")
         if self.chat_template is not None:
             _check_chat_template(self.chat_template)
+        if not 0 < self.realtime_idle_s <= _MAX_AGE_S:
+            raise ValueError(f"realtime_idle_s {self.realtime_idle_s} is not in 0..{_MAX_AGE_S}, without 0")
         if self.max_logprobs < -1:
             raise ValueError(f"max_logprobs {self.max_logprobs} is below -1")
         for name in (
@@ -214,6 +222,7 @@ class FrontendConfig(SecurityOptions):
             "trace_slow_ms",
             "max_stored_responses",
             "max_stored_response_bytes",
+            "realtime_max_sessions",
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} {getattr(self, name)} is negative")

@@ -14,8 +14,9 @@ from typing import Any
 FOLDER = Path(__file__).with_name("clients")
 # A folder for each client that npm has; its package.json declares the steps of its scenario.
 NODE_FOLDER = Path(__file__).with_name("node_clients")
-# Packages with tests of their own, by the newest release; `WORKS` of their scenarios are their steps.
-PACKAGES = ("anthropic", "openai")
+# Packages with tests of their own, by the newest release, by the name of their scenarios, whose `WORKS` are
+# their steps.
+PACKAGES = {"anthropic": "anthropic", "openai": "openai", "realtime": "openai[realtime]"}
 PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 START = """# Clients that `make test-network` runs
 
@@ -70,8 +71,8 @@ def page() -> str:
         packages = ast.literal_eval(text.partition("# dependencies = ")[2].partition("\n")[0])
         client = (ast.get_docstring(ast.parse(text)) or "").rstrip(".")
         rows.append(_rows(client, scenario, packages, steps_of(scenario)))
-    for package_name in PACKAGES:
-        scenario = FOLDER.with_name(f"{package_name}_scenario.py")
+    for name, package_name in PACKAGES.items():
+        scenario = FOLDER.with_name(f"{name}_scenario.py")
         rows.append(_rows(f"{package_name} (PyPI)", scenario, [package_name], _works(scenario)))
     for folder in (*NODE_FOLDER.iterdir(), NODE_FOLDER.with_name("openai_node")):
         if folder.is_dir():

@@ -392,9 +392,9 @@ def _as_floats(value: Any, at: str) -> Any:
 
 
 def read_object(
-    record: Mapping[str, Any], kind: type[BodyT], *, takes_unknown: bool = False
+    record: Mapping[str, Any], kind: type[BodyT], *, takes_unknown: bool = False, at: str = ""
 ) -> tuple[BodyT, IgnoredFields]:
-    """`read_body` for JSON that was parsed."""
+    """`read_body` for JSON that was parsed, or for an object at the field `at` of it."""
     ignored, fields = IgnoredFields(takes_unknown=takes_unknown), {}
     for name, value in record.items():
         if value is None:
@@ -403,8 +403,9 @@ def read_object(
         if refusal is None:
             fields[name] = value
         elif not refusal.is_idle(value):
-            raise Unimplemented(f"{name} is not served: {refusal.reason}", metadata={"field": name})
-    return read_part(fields, kind, ignored), ignored
+            field = f"{at}.{name}" if at else name
+            raise Unimplemented(f"{field} is not served: {refusal.reason}", metadata={"field": field})
+    return read_part(fields, kind, ignored, at), ignored
 
 
 def read_part(fields: Mapping[str, Any], kind: type[BodyT], ignored: IgnoredFields, at: str = "") -> BodyT:

@@ -36,7 +36,7 @@ class BodyReader:
     """takes_unknown: unknown fields of a body are taken, without an effect."""
 
     def __init__(self, check_large: CheckLarge, *, takes_unknown: bool) -> None:
-        self._check_large, self._takes_unknown = check_large, takes_unknown
+        self._check_large, self.takes_unknown = check_large, takes_unknown
         self._large = SharedLimit(_MAX_SUM_BYTES)
         self._turns = _Turns()  # to parse a large body
 
@@ -62,19 +62,36 @@ class BodyReader:
                 raise DeadlineExceeded(
                     f"the body did not arrive within {_LIMIT_S:.0f} s", reason="BODY_TIME_LIMIT"
                 ) from error
-            if len(content) <= _LARGE_BYTES:
-                return read_body(bytes(content), kind, takes_unknown=self._takes_unknown)
             whole = bytes(content)
             content.clear()
-            await self._check_large(whole, max_fields=_MAX_FIELDS, max_numbers=_MAX_NUMBERS)
-            async with self._turns.turn(account, weight):
-                began_at = time.perf_counter()
-                body = read_body(whole, kind, takes_unknown=self._takes_unknown)
-                # Streams beside it need several turns of the event loop to catch up.
-                await asyncio.sleep(time.perf_counter() - began_at)
-            return body
+            return await self._read(whole, kind, account, weight)
         finally:
             self._large.give_back(account, counted)
+
+    async def read_message(
+        self, content: bytes, kind: type[BodyT], account: str, weight: int
+    ) -> tuple[BodyT, IgnoredFields]:
+        """The same for a body that is a message of a WebSocket."""
+        counted = len(content) if len(content) > _LARGE_BYTES else 0
+        self._check_sum(account, weight, counted)
+        self._large.take(account, weight, counted)
+        try:
+            return await self._read(content, kind, account, weight)
+        finally:
+            self._large.give_back(account, counted)
+
+    async def _read(
+        self, content: bytes, kind: type[BodyT], account: str, weight: int
+    ) -> tuple[BodyT, IgnoredFields]:
+        if len(content) <= _LARGE_BYTES:
+            return read_body(content, kind, takes_unknown=self.takes_unknown)
+        await self._check_large(content, max_fields=_MAX_FIELDS, max_numbers=_MAX_NUMBERS)
+        async with self._turns.turn(account, weight):
+            began_at = time.perf_counter()
+            body = read_body(content, kind, takes_unknown=self.takes_unknown)
+            # Streams beside it need several turns of the event loop to catch up.
+            await asyncio.sleep(time.perf_counter() - began_at)
+        return body
 
     def _check_sum(self, account: str, weight: int, added: int) -> None:
         if not self._large.has_room(account, weight, added):

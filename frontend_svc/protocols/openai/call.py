@@ -16,6 +16,7 @@ from collections.abc import (
     Callable,
     Coroutine,
     Iterable,
+    Iterator,
     Mapping,
     Sequence,
 )
@@ -286,6 +287,17 @@ async def _with_errors(
         yield dialect.error_event(dialect.error_body(with_fields(error, request.state.name_of)))
     except Exception:  # noqa: BLE001  Whatever it is, the client gets an incident.
         yield dialect.error_event(dialect.error_body(_incident()))
+
+
+@contextlib.contextmanager
+def faults_as_incidents(*passed: type[Exception]) -> Iterator[None]:
+    """Raise what is raised in the block, other than a ServiceError and `passed`, as an incident."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (ServiceError, *passed)):
+            raise
+        raise _incident() from error
 
 
 def _incident() -> Internal:

@@ -36,6 +36,8 @@ _OF_SERVICE = frozenset(
 )  # fmt: skip
 IGNORED_IN_CHATS = _OF_SERVICE | {"guided_decoding_backend", "metadata", "prediction", "store", "verbosity"}
 IGNORED_IN_RESPONSES = _OF_SERVICE | {"max_tool_calls"}
+# Those of a session that clients send back as they got them are among them.
+IGNORED_IN_SESSIONS = _OF_SERVICE | {"expires_at", "id", "include", "object", "tracing"}
 # Of messages and tools, as clients of several services write them.
 IGNORED_IN_MESSAGES = frozenset(
     {
@@ -95,6 +97,16 @@ REFUSED_IN_RESPONSES: Mapping[str, Refusal] = {
     "prompt": Refusal("there are no stored prompts; use instructions and input"),
     "request_id": Refusal("a response has an id of its own"),
     "top_logprobs": Refusal("use chat completions"),
+}
+REFUSED_IN_SESSIONS: Mapping[str, Refusal] = {
+    **_OF_OUTPUTS,
+    "audio": REFUSED_IN_CHATS["audio"],
+    "modalities": Refusal("use output_modalities", (["text"],)),
+    "prompt": Refusal("there are no stored prompts; use instructions"),
+    **dict.fromkeys(
+        ("input_audio_format", "input_audio_transcription", "output_audio_format", "turn_detection", "voice"),
+        REFUSED_IN_CHATS["audio"],
+    ),
 }
 REFUSED_IN_TOKENIZE = {
     name: REFUSED_IN_CHATS[name] for name in ("documents", "media_io_kwargs", "mm_processor_kwargs")

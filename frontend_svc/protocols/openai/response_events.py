@@ -115,6 +115,10 @@ class GrowingResponse:
         self._error = {"code": codes[0] if codes else "server_error", "message": error.message}
         return [*self._close("incomplete"), self._end(ResponseStatus.FAILED)]
 
+    def cancel(self) -> list[Event]:
+        """The end of one that was not begun."""
+        return [self._end(ResponseStatus.CANCELLED)]
+
     def body(self) -> dict[str, Any]:
         """The response as it is now."""
         reason = self._incomplete_reason

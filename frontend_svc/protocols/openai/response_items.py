@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -97,16 +97,20 @@ def messages_of(
         return [ItemMessage(Message("user", items), field)]
     messages: list[ItemMessage] = []
     for index, raw in enumerate(items):
-        at = f"{field}[{index}]"
-        item = _item(raw, ignored, at)
-        if isinstance(item, CallOutputItem):
-            content = _text_parts(item.output, f"{at}.output")
-            messages.append(ItemMessage(Message("tool", content, tool_call_id=item.call_id), at))
-        elif isinstance(item, MessageItem) and item.role != "assistant":
-            messages.append(ItemMessage(Message(item.role, _text_parts(item.content, f"{at}.content")), at))
-        else:
-            _add_to_assistant(messages, item, at)
+        add_item(messages, raw, ignored, f"{field}[{index}]")
     return messages
+
+
+def add_item(messages: list[ItemMessage], raw: Mapping[str, Any], ignored: IgnoredFields, at: str) -> None:
+    """Add an item to the messages before it; `at` is its field of the body."""
+    item = _item(raw, ignored, at)
+    if isinstance(item, CallOutputItem):
+        content = _text_parts(item.output, f"{at}.output")
+        messages.append(ItemMessage(Message("tool", content, tool_call_id=item.call_id), at))
+    elif isinstance(item, MessageItem) and item.role != "assistant":
+        messages.append(ItemMessage(Message(item.role, _text_parts(item.content, f"{at}.content")), at))
+    else:
+        _add_to_assistant(messages, item, at)
 
 
 def items_of(messages: Sequence[Message], id_of: Callable[[str, int], str]) -> list[dict[str, Any]]:
@@ -175,7 +179,7 @@ def _new_assistant(messages: list[ItemMessage], at: str) -> Message:
 
 
 def _item(
-    raw: dict[str, Any], ignored: IgnoredFields, at: str
+    raw: Mapping[str, Any], ignored: IgnoredFields, at: str
 ) -> MessageItem | ReasoningItem | CallItem | CallOutputItem:
     kind = raw.get("type", "message")
     if not isinstance(kind, str):

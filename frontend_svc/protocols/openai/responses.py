@@ -291,7 +291,7 @@ class ResponseRoutes:
         first = [] if body.instructions is None else [Message("system", body.instructions)]
         before = [] if previous is None else previous.conversation()
         fields = ["instructions"] * len(first) + ["previous_response_id"] * len(before)
-        name_of = _names_of(body, fields + [each.field for each in items])
+        name_of = names_of(body, fields + [each.field for each in items])
         added = [each.message for each in items]
         return _Conversation(previous, added, [*first, *before, *added], name_of)
 
@@ -395,7 +395,8 @@ def _refuse_values(body: ResponseBody) -> list[str]:
     return ignored
 
 
-def _chat_of(body: ResponseBody, messages: list[Message], ignored: IgnoredFields) -> ChatBody:
+def chat_of(body: ResponseBody, messages: list[Message], ignored: IgnoredFields) -> ChatBody:
+    """The body of the chat that a response is. Names of tools that are left out are added to `ignored`."""
     chat = ChatBody(messages=messages, **{name: getattr(body, name) for name in _SAME_IN_CHAT})
     chat.max_completion_tokens = body.max_output_tokens
     chat.tools = _tools_of(body.tools, ignored)
@@ -455,13 +456,13 @@ def _request_of(
     """The chat of a body. Errors from here on name fields of the body."""
     request.state.name_of = conversation.name_of
     names = chat_names()
-    chat = chat_request(_chat_of(body, conversation.messages, ignored), ignored, names)
+    chat = chat_request(chat_of(body, conversation.messages, ignored), ignored, names)
     request.state.name_of = in_turn(names, conversation.name_of)
     choose_rank(request, [chat])
     return chat
 
 
-def _names_of(body: ResponseBody, fields: Sequence[str]) -> NameOf:
+def names_of(body: ResponseBody, fields: Sequence[str]) -> NameOf:
     """Fields of a body by those of its chat's body; `fields` has those of its messages."""
     names = FieldNames(_NAMES)
     for index, field in enumerate(fields):

@@ -72,6 +72,8 @@ from frontend_svc.protocols.openai.field_names import FieldNames
 from frontend_svc.protocols.openai.http_metrics import HTTPCalls, HTTPMetrics
 from frontend_svc.protocols.openai.page_routes import PageRoutes
 from frontend_svc.protocols.openai.progress import LAST_EVENT_ID, StreamProgress
+from frontend_svc.protocols.openai.realtime.routes import RealtimeRoutes
+from frontend_svc.protocols.openai.realtime.session import RealtimeLimits, SessionServices
 from frontend_svc.protocols.openai.requests import (
     chat_names,
     chat_request,
@@ -99,7 +101,7 @@ _OF_MESSAGES = (
 )  # fmt: skip
 # Probes and what is asked for again and again; the pages of the admin HTTP listener besides.
 _UNCOUNTED = frozenset({"/health", "/load", "/ping", "/ready", "/version"})
-_OPENAI_ALONE = ("/v1/chat/", "/v1/completions", "/v1/embeddings", "/v1/responses")
+_OPENAI_ALONE = ("/v1/chat/", "/v1/completions", "/v1/embeddings", "/v1/realtime", "/v1/responses")
 _T = TypeVar("_T")
 
 
@@ -126,12 +128,15 @@ class OpenAIRoutes:
         grpc_port: Callable[[], int | None] = lambda: None,
         pages: Pages | None = None,
         heartbeat_s: float = 15.0,
+        realtime_limits: RealtimeLimits | None = None,
+        is_draining: Callable[[], bool] = lambda: False,
     ) -> None:
         self._generate, self._chat, self._served, self._tokenizer = generate, chat, models, tokenizer
         self._requests, self._is_ready, self._grpc_port = requests, is_ready, grpc_port
         self._authenticator = authenticator
         self._created = int(time.time())
         response_routes = ResponseRoutes(chat, tokenizer, requests, responses)
+        services = SessionServices(chat, requests, bodies, turns, realtime_limits or RealtimeLimits())
         page_routes = None if pages is None else PageRoutes(pages)
         self._page_paths = frozenset() if page_routes is None else page_routes.paths
         gets: dict[str, Handler] = {
@@ -145,6 +150,7 @@ class OpenAIRoutes:
             "/v1/models": self._models,
             "/v1/models/{model:path}": self._one_model,
             **response_routes.gets,
+            **RealtimeRoutes(models, services, is_draining=is_draining).gets,
             "/v1/streams/{request_id:path}": self._rest_of_stream,
         }
         posts: dict[str, Handler] = {

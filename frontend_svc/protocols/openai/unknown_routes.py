@@ -17,6 +17,7 @@ from triptych_kit.errors import InvalidArgument
 # Longer paths are not compared with those that are served.
 _MAX_PATH_CHARS = 128
 _TEXT_ONLY = "models here read and write text"
+_REALTIME = "/v1/realtime is a WebSocket with text, for which the key of all other routes is sent"
 _RUN_BATCH = "`triptych run-batch` runs a file of requests"
 _ROUTES = "docs/openai.md lists the routes"
 _ADMIN_HTTP = "the admin HTTP listener has it (--admin-http-port)"
@@ -52,6 +53,10 @@ _ELSEWHERE = {
     "/v1/images": _TEXT_ONLY,
     "/v1/load_lora_adapter": _NO_LORA,
     "/v1/messages/batches": _RUN_BATCH,
+    "/v1/realtime/calls": _REALTIME,
+    "/v1/realtime/client_secrets": _REALTIME,
+    "/v1/realtime/sessions": _REALTIME,
+    "/v1/realtime/transcription_sessions": _TEXT_ONLY,
     "/v1/threads": "use /v1/responses",
     "/v1/unload_lora_adapter": _NO_LORA,
     "/v1/uploads": "send what is in a file as text",
