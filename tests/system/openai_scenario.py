@@ -44,13 +44,13 @@ class Tower(pydantic.BaseModel):
 def run(client: openai.OpenAI) -> dict[str, object]:
     model = client.models.list().data[0].id
     assert client.models.retrieve(model).id == model
-    ids = {"return_token_ids": True}
-    whole = client.completions.create(model=model, prompt=PROMPT, extra_body=ids, **SAMPLED)
-    parts = client.completions.create(model=model, prompt=PROMPT, stream=True, extra_body=ids, **SAMPLED)
+    extra = {"return_token_ids": True, "job_id": "openai"}
+    whole = client.completions.create(model=model, prompt=PROMPT, extra_body=extra, **SAMPLED)
+    parts = client.completions.create(model=model, prompt=PROMPT, stream=True, extra_body=extra, **SAMPLED)
     chunks = list(parts)
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
     chat = client.chat.completions.create(
-        model=model, messages=MESSAGES, logprobs=True, top_logprobs=2, extra_body=ids, **SAMPLED
+        model=model, messages=MESSAGES, logprobs=True, top_logprobs=2, extra_body=extra, **SAMPLED
     )
     stream = client.chat.completions.create(
         model=model, messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **SAMPLED
@@ -106,7 +106,12 @@ def run_responses(client: openai.OpenAI) -> dict[str, object]:
         "model": model,
         "temperature": SAMPLED["temperature"],
         "max_output_tokens": SAMPLED["max_tokens"],
-        "extra_body": {"seed": SAMPLED["seed"], "return_token_ids": True},
+        "extra_body": {
+            "seed": SAMPLED["seed"],
+            "return_token_ids": True,
+            "job_id": "openai",
+            "is_last_step": True,
+        },
     }
     whole = client.responses.create(input=MESSAGE, metadata={"about": "towers"}, **sampled)
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
