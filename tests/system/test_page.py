@@ -265,6 +265,7 @@ def test_a_long_list_says_how_many_more_there_are_and_shows_them(browser, stack,
             assert lane.locator(".more").inner_text() == f"Show {num_listed - NUM_FOLDED} more"
         assert running.locator(".count").inner_text() == "20"
         assert waiting.locator(".rest").inner_text() == "577 more are open, and not listed here"
+        assert card.locator(".pins").inner_text() == "1,200 blocks by 1 pin"
         colours = running.locator(".swatch").evaluate_all("all => all.map((each) => each.style.background)")
         assert len(set(colours)) == NUM_FOLDED
         shoot(page, f"folded-{page.viewport_size['width']}")
@@ -297,7 +298,8 @@ def crowded(state: dict[str, Any]) -> dict[str, Any]:
         request | {"id": f"{index:08x}" * 4, "status": "WAITING", "blockers": ["free_blocks"]}
         for index in range(20, 43)
     ]
-    full = state["engines"][0] | {"running": 20, "waiting": 600, "requests": running + waiting}
+    counts = {"running": 20, "waiting": 600, "pins": 1, "pinned_blocks": 1200}
+    full = state["engines"][0] | counts | {"requests": running + waiting}
     return state | {"engines": [full, *state["engines"][1:]]}
 
 
