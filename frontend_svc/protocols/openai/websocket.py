@@ -194,7 +194,7 @@ class WebSocket:
         """Send a text once the client has read what was sent before. Raises WebSocketClosed."""
         await self._write(_Opcode.TEXT, text.encode())
 
-    async def close(self, code: CloseCode, reason: str) -> None:
+    async def close(self, code: int, reason: str) -> None:
         """Close it, and the connection once the client has answered. Without effect on one that is closed."""
         if self._closed is None:
             with contextlib.suppress(TimeoutError, WebSocketClosed):

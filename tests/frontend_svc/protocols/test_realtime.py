@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from frontend_svc.config import FrontendConfig
+from frontend_svc.protocols.openai.realtime.conversation import Conversation, ConversationLimits
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
     TOKENIZER,
@@ -25,6 +26,8 @@ from tests.frontend_svc.protocols.test_openai import TEXT, served
 from tests.frontend_svc.protocols.test_responses import ADD, CALL, TEMPLATE, engine_of, prompt_of
 from tests.frontend_svc.protocols.websocket_client import CLOSE, WebSocketClient, frame, opened, upgrade
 from triptych.engine.v1 import engine_pb2
+from triptych_kit.errors import ResourceExhausted
+from triptych_kit.shares import SharedLimit
 
 URL = "/v1/realtime"
 
@@ -315,78 +318,73 @@ async def test_a_response_apart_answers_its_own_input_and_leaves_the_conversatio
     assert prompt_of(engine.requests[1]) == "[user] |a\n[user] |b\n[assistant] "
 
 
-@pytest.mark.parametrize(
-    ("event", "code", "param"),
-    [
-        (b"{", "invalid_argument", "type"),
-        (b"[]", "invalid_argument", "type"),
-        (b'{"type": ' + b"[" * 100_000, "invalid_argument", "type"),
-        ({"type": "session.create"}, "invalid_argument", "type"),
-        ({"type": "input_audio_buffer.append", "audio": "AA=="}, "unimplemented", "type"),
-        ({"type": "input_audio_buffer.commit"}, "unimplemented", "type"),
-        ({"type": "output_audio_buffer.clear"}, "unimplemented", "type"),
-        ({"type": "session.update"}, "invalid_argument", "session"),
-        ({"type": "session.update", "session": {"audio": {"input": {}}}}, "unimplemented", "session.audio"),
-        ({"type": "session.update", "session": {"type": "transcription"}}, "unimplemented", "session.type"),
-        (
-            {"type": "session.update", "session": {"output_modalities": ["audio"]}},
-            "unimplemented",
-            "session.output_modalities",
-        ),
-        (
-            {"type": "session.update", "session": {"truncation": "auto"}},
-            "unimplemented",
-            "session.truncation",
-        ),
-        ({"type": "session.update", "session": {"model": "other"}}, "failed_precondition", "session.model"),
-        (
-            {"type": "session.update", "session": {"instruction": "x"}},
-            "invalid_argument",
-            "session.instruction",
-        ),
-        (
-            {"type": "session.update", "session": {"tools": [{"type": "function"}]}},
-            "invalid_argument",
-            "session.tools[0].name",
-        ),
-        (
-            {"type": "session.update", "session": {"max_output_tokens": "many"}},
-            "invalid_argument",
-            "session.max_output_tokens",
-        ),
-        ({"type": "conversation.item.create", "item": {"type": "x"}}, "unimplemented", "item.type"),
-        (
-            {
-                "type": "conversation.item.create",
-                "item": {"type": "message", "role": "user", "content": [{"type": "input_audio"}]},
-            },
-            "unimplemented",
-            "item.content[0].type",
-        ),
-        (
-            {"type": "conversation.item.create", "item": message("x"), "previous_item_id": "none"},
-            "item_not_found",
-            "previous_item_id",
-        ),
-        ({"type": "conversation.item.create", "item": message("x", id="a b")}, "invalid_argument", "item.id"),
-        (
-            {"type": "response.create", "response": {"input": [{"type": "item_reference", "id": "x"}]}},
-            "item_not_found",
-            "response.input[0].id",
-        ),
-    ],
-)
-async def test_an_event_that_is_refused_is_answered_by_name_and_the_session_goes_on(
-    event: object, code: str, param: str
-):
-    if isinstance(event, dict):
-        event["event_id"] = "mine"
+REFUSED: list[tuple[Any, str, str]] = [
+    (b"{", "invalid_argument", "type"),
+    (b"[]", "invalid_argument", "type"),
+    (b'{"type": ' + b"[" * 100_000, "invalid_argument", "type"),
+    ({"type": "session.create"}, "invalid_argument", "type"),
+    ({"type": "input_audio_buffer.append", "audio": "AA=="}, "unimplemented", "type"),
+    ({"type": "input_audio_buffer.commit"}, "unimplemented", "type"),
+    ({"type": "output_audio_buffer.clear"}, "unimplemented", "type"),
+    ({"type": "session.update"}, "invalid_argument", "session"),
+    ({"type": "session.update", "session": {"audio": {"input": {}}}}, "unimplemented", "session.audio"),
+    ({"type": "session.update", "session": {"type": "transcription"}}, "unimplemented", "session.type"),
+    (
+        {"type": "session.update", "session": {"output_modalities": ["audio"]}},
+        "unimplemented",
+        "session.output_modalities",
+    ),
+    (
+        {"type": "session.update", "session": {"truncation": "auto"}},
+        "unimplemented",
+        "session.truncation",
+    ),
+    ({"type": "session.update", "session": {"model": "other"}}, "failed_precondition", "session.model"),
+    (
+        {"type": "session.update", "session": {"instruction": "x"}},
+        "invalid_argument",
+        "session.instruction",
+    ),
+    (
+        {"type": "session.update", "session": {"tools": [{"type": "function"}]}},
+        "invalid_argument",
+        "session.tools[0].name",
+    ),
+    (
+        {"type": "session.update", "session": {"max_output_tokens": "many"}},
+        "invalid_argument",
+        "session.max_output_tokens",
+    ),
+    ({"type": "conversation.item.create", "item": {"type": "x"}}, "unimplemented", "item.type"),
+    (
+        {
+            "type": "conversation.item.create",
+            "item": {"type": "message", "role": "user", "content": [{"type": "input_audio"}]},
+        },
+        "unimplemented",
+        "item.content[0].type",
+    ),
+    (
+        {"type": "conversation.item.create", "item": message("x"), "previous_item_id": "none"},
+        "item_not_found",
+        "previous_item_id",
+    ),
+    ({"type": "conversation.item.create", "item": message("x", id="a b")}, "invalid_argument", "item.id"),
+    (
+        {"type": "response.create", "response": {"input": [{"type": "item_reference", "id": "x"}]}},
+        "item_not_found",
+        "response.input[0].id",
+    ),
+]
+
+
+async def test_an_event_that_is_refused_is_answered_by_name_and_the_session_goes_on():
     async with session() as client:
-        await client.send(event)
-        error = (await client.until("error"))[-1]["error"]
-        assert (error["code"], error["param"]) == (code, param), error
-        assert error["event_id"] == ("mine" if isinstance(event, dict) else None)
-        assert error["message"]
+        for index, (event, code, param) in enumerate(REFUSED):
+            event_id = f"event {index}" if isinstance(event, dict) else None
+            await client.send({**event, "event_id": event_id} if event_id else event)
+            error = (await client.event())["error"]
+            assert (error["code"], error["param"], error["event_id"]) == (code, param, event_id), error
         await client.send({"type": "session.update", "session": {}})
         await client.until("session.updated")
 
@@ -472,6 +470,23 @@ async def test_a_conversation_that_is_too_long_takes_no_more_items():
         await client.send({"type": "conversation.item.delete", "item_id": item_id})
         assert (await client.event())["type"] == "conversation.item.deleted"
         await create(client, large)
+
+
+def test_conversations_of_one_account_leave_others_their_share_of_all_bytes():
+    held, limits = SharedLimit(1000), ConversationLimits()
+    first, second = (Conversation(limits, held, account, 1) for account in ("a", "b"))
+    item = {"id": "i", "text": "x" * 600}
+    first.create(item, None)
+    with pytest.raises(ResourceExhausted, match="all conversations have"):
+        first.create({**item, "id": "j"}, None)
+    second.create({"id": "k", "text": "x" * 400}, None)
+    first.replace({"id": "i"})
+    first.append({"id": "j"})
+    first.delete("i")
+    assert held.total > 0
+    for conversation in (first, second):
+        conversation.clear()
+    assert held.total == 0
 
 
 async def test_an_event_that_is_too_long_closes_the_session():

@@ -38,7 +38,8 @@ def frame(
     head = bytes(((0x80 if is_last else 0) | reserved | opcode,)) + sizes
     if not is_masked:
         return head + content
-    return head + MASK + bytes(byte ^ MASK[index % 4] for index, byte in enumerate(content))
+    masks = (MASK * (size // 4 + 1))[:size]
+    return head + MASK + (int.from_bytes(content) ^ int.from_bytes(masks)).to_bytes(size)
 
 
 class WebSocketClient:

@@ -11,7 +11,10 @@ from typing import Any
 from frontend_svc.protocols.openai.bodies import IgnoredFields, encode
 from frontend_svc.protocols.openai.response_items import add_item
 from triptych_kit.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted
+from triptych_kit.shares import SharedLimit
 
+# Of all conversations of this process.
+MAX_SUM_BYTES = 256 * 1024 * 1024
 # Names the beginning of the conversation where an id names the item before.
 _ROOT = "root"
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -27,11 +30,14 @@ class ConversationLimits:
 
 
 class Conversation:
-    """Items in order, as events show them."""
+    """Items in order, as events show them.
 
-    def __init__(self, limits: ConversationLimits) -> None:
+    held: the bytes of all conversations, of which `account` has a share by its weight.
+    """
+
+    def __init__(self, limits: ConversationLimits, held: SharedLimit, account: str, weight: int) -> None:
         self.id = f"conv_{secrets.token_hex(12)}"
-        self._limits = limits
+        self._limits, self._held, self._account, self._weight = limits, held, account, weight
         self._items: list[Item] = []
         self._num_bytes = 0
 
@@ -50,6 +56,17 @@ class Conversation:
                 f"{limits.max_items} and {limits.max_bytes}: delete some with conversation.item.delete",
                 reason="CONVERSATION_TOO_LONG",
             )
+        if not self._held.has_room(self._account, self._weight, num_bytes):
+            raise ResourceExhausted(
+                f"all conversations have {self._held.total} bytes, the limit is {MAX_SUM_BYTES}"
+                f"{self._held.words(self._account, self._weight)}",
+                reason="TOO_MANY_CONVERSATIONS",
+            )
+
+    def clear(self) -> None:
+        """Forget all items at the end of the session."""
+        self._count(-self._num_bytes)
+        self._items.clear()
 
     def create(self, item: Item, previous_id: str | None) -> str | None:
         """Insert an item behind the one named, or as the last. Returns the id of the one before it."""
@@ -65,13 +82,13 @@ class Conversation:
         num_bytes = len(encode(item))
         self.check_room(num_bytes)
         self._items.insert(index, item)
-        self._num_bytes += num_bytes
+        self._count(num_bytes)
         return self._items[index - 1]["id"] if index else None
 
     def append(self, item: Item) -> str | None:
         """Add an item of a response, which is as long as it is. Returns the id of the one before it."""
         self._items.append(item)
-        self._num_bytes += len(encode(item))
+        self._count(len(encode(item)))
         return self._items[-2]["id"] if len(self._items) > 1 else None
 
     def replace(self, item: Item) -> str | None:
@@ -79,7 +96,7 @@ class Conversation:
         for index, each in enumerate(self._items):
             if each["id"] == item["id"]:
                 self._items[index] = item
-                self._num_bytes += len(encode(item)) - len(encode(each))
+                self._count(len(encode(item)) - len(encode(each)))
                 return self._items[index - 1]["id"] if index else None
         return None
 
@@ -89,7 +106,14 @@ class Conversation:
 
     def delete(self, item_id: str) -> None:
         """Raises NotFound."""
-        self._num_bytes -= len(encode(self._items.pop(self._index(item_id, "item_id"))))
+        self._count(-len(encode(self._items.pop(self._index(item_id, "item_id")))))
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        if num_bytes > 0:
+            self._held.take(self._account, self._weight, num_bytes)
+        else:
+            self._held.give_back(self._account, -num_bytes)
 
     def _index(self, item_id: str, field: str) -> int:
         for index, item in enumerate(self._items):

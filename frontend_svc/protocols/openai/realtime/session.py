@@ -36,6 +36,7 @@ from frontend_svc.protocols.openai.realtime.bodies import (
     shown,
 )
 from frontend_svc.protocols.openai.realtime.conversation import (
+    MAX_SUM_BYTES,
     Conversation,
     ConversationLimits,
     Item,
@@ -59,6 +60,7 @@ from triptych_kit.errors import (
     Unimplemented,
     with_fields,
 )
+from triptych_kit.shares import SharedLimit
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +77,17 @@ class RealtimeLimits:
 
 @dataclass(frozen=True, slots=True)
 class SessionServices:
-    """What sessions share. account, weight: whose share of it a session uses."""
+    """What sessions share. account, weight: whose share of it a session uses.
+
+    held: the bytes of their conversations.
+    """
 
     chat: ChatAnswers
     requests: OpenRequests
     bodies: BodyReader
     turns: CallTurns
     limits: RealtimeLimits
+    held: SharedLimit = field(default_factory=lambda: SharedLimit(MAX_SUM_BYTES))
     account: str = ""
     weight: int = 1
 
@@ -107,7 +113,9 @@ class Session:
         self._websocket, self._services = websocket, services
         self._model, self._caller = model, caller
         self._fields = SessionFields()
-        self._conversation = Conversation(services.limits.conversation)
+        self._conversation = Conversation(
+            services.limits.conversation, services.held, services.account, services.weight
+        )
         self._running: _Running | None = None
         self._responding: asyncio.Task[None] | None = None
         self._num_events = self._num_responses = 0
@@ -125,13 +133,14 @@ class Session:
 
     async def run(self) -> None:
         """Serve the session until it ends; then its WebSocket is closed."""
-        code, reason = CloseCode.INTERNAL, "the service has failed"
+        code: int = CloseCode.INTERNAL
+        reason = "the service has failed"
         try:
             await self._emit({"type": "session.created", "session": self._shown()})
             while True:
                 await self._handle(await self._receive())
         except WebSocketClosed as closed:
-            logger.info("realtime session", extra={"session_id": self.id, "close_code": int(closed.code)})
+            code, reason = closed.code, closed.reason
         except _SessionEnd as end:
             code, reason = CloseCode.GOING_AWAY, end.error.message
             with contextlib.suppress(WebSocketClosed):
@@ -140,6 +149,9 @@ class Session:
             if self._responding is not None:
                 self._responding.cancel()
                 await asyncio.wait((self._responding,))
+            self._conversation.clear()
+            facts = {"session_id": self.id, "close_code": int(code), "num_responses": self._num_responses}
+            logger.info("realtime session", extra=facts)
             await self._websocket.close(code, reason)
 
     async def _receive(self) -> str:
