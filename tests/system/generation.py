@@ -67,7 +67,7 @@ def random_prompt(rng: random.Random, num_tokens: int, vocab_size: int) -> list[
     return [rng.randrange(VOCAB_FIRST_PLAIN_ID, vocab_size) for _ in range(num_tokens)]
 
 
-async def read_to_end(call: grpc.aio.UnaryStreamCall) -> None:
+async def read_to_end(call: grpc.aio.UnaryStreamCall | grpc.aio.StreamStreamCall) -> None:
     """Read what is left of a stream that was begun with `read`; raises its status unless it is OK."""
     end = grpc.aio.EOF  # type: ignore[attr-defined]
     while await call.read() is not end:
