@@ -311,7 +311,7 @@ def matches(pattern: str, *paths: str) -> set[str]:
 
 def reasons_of(*paths: str) -> set[str]:
     """Reasons of statuses: literals, constants, and those that are made of the engine's state."""
-    lines = matches(r"^(.*\breason(?:: str)? ?= ?.*)$", *paths)
+    lines = matches(r"^.*?(\breason(?:: str)? ?= ?.*)$", *paths)
     reasons = {reason for line in lines for reason in re.findall(r'"([A-Z_]+)"', line)}
     reasons |= matches(r'raise_if_any\(\s*"([A-Z_]+)"', *paths)
     for name in matches(r"\breason=([A-Z_]+)\b", *paths):
