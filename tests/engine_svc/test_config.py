@@ -30,6 +30,7 @@ def test_flags_environment_and_defaults_make_a_configuration():
         (["--drain-deadline-s", "-1"], "--drain-deadline-s"),
         (["--data-parallel-rank", "2", "--data-parallel-size", "2"], "--data-parallel-rank"),
         (["--prefill-share", "1"], "--prefill-share"),
+        (["--max-tenant-pinned-share", "1.5"], "--max-tenant-pinned-share"),
         (["--enable-kv-events", "--no-enable-prefix-caching"], "--enable-kv-events is True"),
         (["--tensor-parallel-size", "0"], "--tensor-parallel-size"),
         (["--pipeline-parallel-size", "0"], "--pipeline-parallel-size"),

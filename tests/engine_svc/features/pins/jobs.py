@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from engine_svc.cache.attention import FullAttention
+from engine_svc.cache.config import CacheConfig
+from engine_svc.config import EngineConfig
 from engine_svc.core.request import Request
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import StepPlan
+from engine_svc.features.pins import scheduler
 from engine_svc.features.pins.estimator import FixedTtl, TtlRule
 from engine_svc.features.pins.extras import FinishHint, JobTurn
 from engine_svc.features.pins.options import POLICY
 from engine_svc.features.pins.scheduler import JobPins
+from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.scheduler.feature import SchedulerContext
 from tests.engine_svc.scheduler.fakes import Stage
+from triptych_kit.clock import FakeClock
 from triptych_kit.telemetry.metrics import Metrics
 
 
@@ -27,9 +35,13 @@ class Jobs:
         max_num_seqs: int = 8,
         seconds_per_step: float = 0.0,
         seconds_per_token: float = 0.0,
+        pins: JobPins | None = None,
     ) -> None:
+        """pins: those to use, whose clock is another; None: such of the rule."""
         self.metrics = Metrics("engine")
-        self.pins = JobPins(rule or FixedTtl(10.0), self, self.metrics, gives_pins_first=gives_pins_first)
+        self.pins = pins or JobPins(
+            rule or FixedTtl(10.0), self, self.metrics, gives_pins_first=gives_pins_first
+        )
         self.stage = Stage(
             policy=POLICY, features=[self.pins], num_blocks=num_blocks, max_num_seqs=max_num_seqs
         )
@@ -100,6 +112,21 @@ class Jobs:
         reading = self.metrics.families["triptych_engine_pins_total"].read()
         assert isinstance(reading, Mapping)
         return {outcome: num for (outcome,), num in reading.items() if isinstance(num, float | int) and num}
+
+
+def made_for(policy: str, **options: Any) -> JobPins | None:
+    """The pins of an engine with these options."""
+    context = SchedulerContext(
+        FakeClock(),
+        lambda work: work(),
+        SchedulerConfig(max_model_len=64),
+        CacheConfig(10, (FullAttention(16),)),
+        Metrics("engine"),
+    )
+    config = EngineConfig(model="model", scheduling_policy=policy, **options)
+    made = scheduler.make(config, context)
+    assert made is None or isinstance(made, JobPins)
+    return made
 
 
 def prompt(num_tokens: int, first: int = 100) -> list[int]:

@@ -13,10 +13,11 @@ from engine_svc.admin.utility import UtilityService
 from engine_svc.convert.feature import WireFeatures
 from engine_svc.features.pins.estimator import FixedTtl
 from engine_svc.features.pins.extras import ListPins, PinInfo, PinPrefix, ReleasePins
+from engine_svc.features.pins.options import POLICY
 from engine_svc.features.pins.scheduler import JobPins
 from engine_svc.features.pins.wire import JobOfAdd
 from tests.engine_svc.fakes import make_scheduler
-from tests.engine_svc.features.pins.jobs import Jobs, prompt
+from tests.engine_svc.features.pins.jobs import Jobs, made_for, prompt
 from tests.engine_svc.loop.controlled_rig import Controlled, controlled
 from tests.engine_svc.session.service_rig import make_entry
 from triptych.engine.v1 import utility_pb2
@@ -106,6 +107,14 @@ def test_for_a_tenant_they_pin_a_part_of_it():
     leased(jobs, prompt(32, 900), tenant="a")
     leased(jobs, prompt(64, 900), tenant="b")
     assert refused(jobs, prompt(64), tenant="c")[1].endswith(" --max-pinned-share of the blocks")
+
+
+@pytest.mark.parametrize("name", ["max_pinned_share", "max_tenant_pinned_share"])
+def test_the_shares_are_options_of_the_engine(name: str):
+    jobs = Jobs(pins=made_for(POLICY, **{name: 0.0}))
+    jobs.run("", prompt(60))
+    message = refused(jobs, prompt(60), tenant="a")[1]
+    assert f"the limit is 0, --{name.replace('_', '-')} of" in message
 
 
 async def test_a_pin_beyond_a_share_is_refused_by_its_field():

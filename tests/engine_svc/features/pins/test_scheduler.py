@@ -9,35 +9,14 @@ import itertools
 
 import pytest
 
-from engine_svc.cache.attention import FullAttention
-from engine_svc.cache.config import CacheConfig
-from engine_svc.config import EngineConfig
 from engine_svc.core.request import FinishReason
-from engine_svc.features.pins import scheduler
 from engine_svc.features.pins.estimator import FixedTtl, LogNormalTtl, UtilityTtl
 from engine_svc.features.pins.extras import JobTurn
-from engine_svc.features.pins.scheduler import PROVISIONAL_S, JobPins
-from engine_svc.scheduler.config import PauseState, SchedulerConfig
-from engine_svc.scheduler.feature import SchedulerContext
+from engine_svc.features.pins.scheduler import PROVISIONAL_S
+from engine_svc.scheduler.config import PauseState
 from tests.engine_svc.core_state import free_block_ids
-from tests.engine_svc.features.pins.jobs import Jobs, prompt
+from tests.engine_svc.features.pins.jobs import Jobs, made_for, prompt
 from tests.engine_svc.scheduler.fakes import Stage, request
-from triptych_kit.clock import FakeClock
-from triptych_kit.telemetry.metrics import Metrics
-
-
-def made_for(policy: str, rule: str = "fixed") -> JobPins | None:
-    context = SchedulerContext(
-        FakeClock(),
-        lambda work: work(),
-        SchedulerConfig(max_model_len=64),
-        CacheConfig(10, (FullAttention(16),)),
-        Metrics("engine"),
-    )
-    config = EngineConfig(model="model", scheduling_policy=policy, pin_ttl_rule=rule)
-    made = scheduler.make(config, context)
-    assert made is None or isinstance(made, JobPins)
-    return made
 
 
 # Row 281.
@@ -66,7 +45,7 @@ def test_272_other_policies_have_no_pins(policy: str):
 
 @pytest.mark.parametrize("rule", ["utility", "lognormal", "fixed"])
 def test_the_policy_for_jobs_has_pins_of_every_rule(rule: str):
-    assert made_for("continuum", rule) is not None
+    assert made_for("continuum", pin_ttl_rule=rule) is not None
 
 
 def test_273_the_last_turn_is_not_pinned_and_ends_the_pin_of_its_job():
