@@ -60,7 +60,7 @@ class Turn:
     started: generate_pb2.Started
     text: str = ""
     ids: list[int] = field(default_factory=list)
-    finished: generate_pb2.Finished | None = None
+    finished: generate_pb2.Finished = field(default_factory=generate_pb2.Finished)
 
 
 class Session:
