@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -117,7 +118,9 @@ class EmbeddingAdditions:
                 x.index_add_(0, rows, matrices.up(F.embedding(token_ids[rows], matrices.table)).to(x.dtype))
 
 
-def pack_embedding(ops: Ops, down: Tensor, up: Tensor, scale: float) -> EmbeddingMatrices:
-    """down: [rank, V], up: [hidden, rank], both in the dtype of the model."""
+def pack_embedding(
+    ops: Ops, device: torch.device, down: Tensor, up: Tensor, scale: float
+) -> EmbeddingMatrices:
+    """device: of the embeddings.  down: [rank, V], up: [hidden, rank], both in the dtype of the model."""
     table = (down.t().float() * scale).to(down.dtype).contiguous()
-    return EmbeddingMatrices(table, ops.pack_linear(up))
+    return EmbeddingMatrices(table.to(device), ops.pack_linear(up.to(device)))

@@ -14,9 +14,9 @@ TESTS = ["tests/fake_gpu/refusals.py", "tests/fake_gpu/benchmark.py", "tests/gpu
 # In Triton's interpreter the others take an hour.
 CHOSEN = (
     "refusals or benchmark or memory or sampler or (sleeping and 2-native) or new_numbers or one_stream"
-    " or without_waiting or by_number or chains"
+    " or without_waiting or by_number or chains or additions"
 )
-NUM_CHOSEN = 30
+NUM_CHOSEN = 31
 
 
 def test_what_needs_a_gpu_passes_on_one_of_cpu_memory():

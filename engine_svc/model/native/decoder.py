@@ -148,7 +148,8 @@ class NativeDecoder:
         found: list[tuple[Additions, tuple[ProjectionPart, ...], Pack]] = []
         if self.embedding is not None:
             self.embedding.low_rank = EmbeddingAdditions()
-            found.append((self.embedding.low_rank, (self.embedding.part,), partial(pack_embedding, ops)))
+            pack = partial(pack_embedding, ops, device)
+            found.append((self.embedding.low_rank, (self.embedding.part,), pack))
         projections = [projection for layer in self.layers for projection in layer.projections]
         for projection in (*projections, *([self.head] if self.head is not None else [])):
             widths = [len(range(part.out_features)[part.outputs]) for part in projection.parts]

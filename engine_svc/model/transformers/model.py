@@ -233,8 +233,10 @@ class TransformersModel:
             return rows.view_as(found)
 
         module.register_forward_hook(add)
-        num_tokens, hidden = module.get_parameter("weight").shape
-        return additions, (_whole(name, hidden, num_tokens),), partial(pack_embedding, self.ops)
+        weight = module.get_parameter("weight")
+        num_tokens, hidden = weight.shape
+        pack = partial(pack_embedding, self.ops, weight.device)
+        return additions, (_whole(name, hidden, num_tokens),), pack
 
     def _slots(self) -> Tensor | None:
         return None if self._context is None else self._context.low_rank_slots
