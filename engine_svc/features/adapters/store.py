@@ -194,8 +194,11 @@ def load_adapter(
 
 
 def _changed(use: AdapterUse, how: str = "") -> RequestFailed:
-    message = f"the files of adapter {use.name} have changed since it was loaded{how}"
-    return RequestFailed("FAILED_PRECONDITION", message, reason="ADAPTER_CHANGED")
+    return RequestFailed(
+        "FAILED_PRECONDITION",
+        f"the files of adapter {use.name} have changed since it was loaded{how}",
+        reason="ADAPTER_CHANGED",
+    )
 
 
 def _layer_of(module: str) -> str:
