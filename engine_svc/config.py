@@ -35,6 +35,7 @@ _WITH_CHECKPOINT = ("draft", "eagle")
 # A step would compute far more than it can accept.
 _MAX_SPECULATIVE_TOKENS = 64
 _MAX_DRAFT_WINDOW = 1 << 20
+_MAX_IDLE_S = 86_400.0
 _MAX_LABELS = 32
 _MAX_LABEL_CHARACTERS = 256
 # Names under which frontends know built-in facts of every engine; labels must not use them.
@@ -216,6 +217,18 @@ class CoreConfig(SecurityOptions):
     prefill_share: float = option(
         0.5, help="with prefill-first, the share of a step's tokens for prompts while other requests decode"
     )
+    idle_sessions: str = option(
+        "yield",
+        choices=("yield", "hold"),
+        help="what a generate session has while it waits for input: no row, and its KV until other requests "
+        "need the blocks; or a row and its KV, which other requests wait for",
+    )
+    session_idle_s: float = option(
+        600.0, help="how long a generate session may wait for input before its KV is released"
+    )
+    max_idle_sessions: int = option(
+        1024, help="generate sessions that may wait for input; beyond, the one that waits longest is released"
+    )
 
     data_parallel_rank: int = option(0, help="index of this engine among equal ones")
     data_parallel_size: int = option(1, help="number of equal engines")
@@ -301,6 +314,13 @@ class CoreConfig(SecurityOptions):
             "above 0, at most 1",
         )
         require(self.max_logprobs >= -1, "max_logprobs", self.max_logprobs, "-1 for all, 0 or more")
+        require(
+            0 < self.session_idle_s <= _MAX_IDLE_S,
+            "session_idle_s",
+            self.session_idle_s,
+            "above 0, at most a day",
+        )
+        require(self.max_idle_sessions >= 0, "max_idle_sessions", self.max_idle_sessions, "0 or more")
         require(0 < self.prefill_share < 1, "prefill_share", self.prefill_share, "above 0 and below 1")
         self._check_speculation()
         for name in ("drain_deadline_s", "replay_window_s"):

@@ -18,7 +18,8 @@ MIN_PEER_REVISION = 1
 # Optional behaviours, active in a session only if both sides name them.
 RESUME = "resume"
 ADOPT = "adopt"
-FEATURES = frozenset({RESUME, ADOPT})
+INPUT_SEGMENTS = "input_segments"
+FEATURES = frozenset({RESUME, ADOPT, INPUT_SEGMENTS})
 # Limit of a session's replay buffer: messages that its frontend has not acknowledged.
 MAX_REPLAY_BYTES = 8 * 1024 * 1024
 

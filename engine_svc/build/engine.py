@@ -39,6 +39,7 @@ from engine_svc.loop.engine import Engine
 from engine_svc.loop.mailbox import Fail, Inbox, KVEventLog, Prepared, StatsSnapshot
 from engine_svc.loop.preparation import Preparations
 from engine_svc.loop.protocols import EngineScheduler, NoLockstep
+from engine_svc.loop.requests import IdleLimits
 from engine_svc.membership.departure import Departure
 from engine_svc.membership.membership import Membership
 from engine_svc.scheduler.budget import Budget
@@ -292,6 +293,7 @@ def _put_together(
         max_in_flight=side.steps_in_flight,
         at_end=at_end,
         step_limit_s=config.step_limit_s,
+        idle_limits=IdleLimits(config.session_idle_s, config.max_idle_sessions),
     )
     controls = _build_controls(config, served, side, facts, engine, scheduler, defer, lockstep)
     return engine, LoadedCore(
@@ -468,6 +470,7 @@ def _scheduler_config(config: EngineConfig, side: RunnerSide) -> SchedulerConfig
         enable_chunked_prefill=config.enable_chunked_prefill and has_kv,
         long_prefill_token_threshold=config.long_prefill_token_threshold if has_kv else 0,
         prefill_share=config.prefill_share,
+        holds_idle=config.idle_sessions == "hold",
         async_scheduling=side.steps_in_flight > 1,
         max_steps_in_flight=side.steps_in_flight,
         num_speculative_tokens=num_drafts if method != "off" else 0,

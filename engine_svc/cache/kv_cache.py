@@ -329,7 +329,7 @@ class KVCache:
     def _count_lookup(self, request: Request, hit: PrefixHit) -> None:
         if not self._reads_cache(request):
             return
-        if request.num_preemptions or request.timeline.scheduled_at is not None:
+        if request.num_preemptions or request.num_lost_tokens:
             self.preempted_queries += request.num_tokens
             self.preempted_hits += hit.num_tokens
             return

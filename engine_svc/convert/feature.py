@@ -21,7 +21,7 @@ _CORE_FIELDS = frozenset({
     "handle", "request_id", "external_request_id", "group_id", "group_index", "attempt", "prompt_token_ids",
     "output_token_ids", "sampling", "request_seed", "priority", "age_ms", "remaining_ms", "cache_salt",
     "tenant", "data_parallel_rank", "reasoning_options", "skip_reading_prefix_cache", "orphan_grace_ms",
-    "resume_state", "account", "weight",
+    "resume_state", "account", "weight", "resumable", "segment",
 })  # fmt: skip
 # Parameters of the core have the names of the contract.
 _CORE_SAMPLING = {parameter.name for parameter in fields(SamplingParams)} | {

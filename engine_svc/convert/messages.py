@@ -7,15 +7,25 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from engine_svc.cache.observer import StoredBlocks
 from engine_svc.convert.feature import AddContext, WireFeatures, to_us
 from engine_svc.convert.logprobs import add_logprobs, pack
 from engine_svc.convert.sampling import to_sampling
+from engine_svc.core.errors import RequestFailed
 from engine_svc.core.facts import GENERATE, EngineFacts
-from engine_svc.core.request import NO_STOP_TOKEN, DraftUse, FinishReason, FirstOutput, PrefillStats, Request
+from engine_svc.core.request import (
+    NO_STOP_TOKEN,
+    DraftUse,
+    FinishReason,
+    FirstOutput,
+    InputSegment,
+    PrefillStats,
+    Request,
+)
 from engine_svc.loop.mailbox import AllBlocksRemoved, KVEvent, KVEventBatch, RemovedBlocks
 from engine_svc.loop.step_output import FinishedRow, StepOutput
 from engine_svc.tensors.source import TensorSource
@@ -40,6 +50,25 @@ _REASONS = {
     FinishReason.ERROR: output_pb2.FINISH_REASON_ERROR,
     FinishReason.REPETITION: output_pb2.FINISH_REASON_REPETITION,
 }
+
+
+class RequestContext(TypedDict):
+    """The surroundings of an ADD, as `to_request` takes them."""
+
+    session_number: int
+    facts: EngineFacts
+    now: float
+    features: WireFeatures
+    tensors: TensorSource | None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """What the KV of a resumable request depends on beside its tokens."""
+
+    cache_salt: str
+    extra_keys: tuple[str, ...]
+
 
 MIGRATED = "migrated"
 # An unset or unknown reason counts as an abort by the client.
@@ -85,6 +114,8 @@ def to_request(
             f"prompt has {num_tokens} tokens, the model takes {takes}",
             field="prompt_token_ids",
         )
+    if entry.resumable:
+        _check_resumable(entry)
     context = AddContext(
         facts, tensors, to_token_ids(entry.prompt_token_ids, "prompt_token_ids", facts.vocab_size)
     )
@@ -117,11 +148,55 @@ def to_request(
         job=next((one.job for one in parsed if one.job), ""),
         spans=context.spans,
         samples=samples,
+        is_resumable=entry.resumable,
         extras={type(one.extra): one.extra for one in parsed},
     )
     # Its age counts for its order in the queue; its queue time here starts now.
     request.timeline.queued_at = now
     return request
+
+
+def to_open_request(request: Request) -> OpenRequest:
+    return OpenRequest(request.cache_salt, request.extra_keys)
+
+
+def to_segment(
+    entry: add_pb2.AddEntry, opened: OpenRequest, **context: Unpack[RequestContext]
+) -> InputSegment:
+    """The input segment of an ADD for a request that takes further input.
+
+    Raises what `to_request` raises, and InvalidArgument if their KV cannot be the same.
+    """
+    turn = to_request(entry, **context)
+    for field, of_turn, of_request in (
+        ("cache_salt", turn.cache_salt, opened.cache_salt),
+        ("adapter", turn.extra_keys, opened.extra_keys),
+    ):
+        if of_turn != of_request:
+            raise InvalidArgument(f"{field} differs from that of the open request", field=field)
+    if turn.sampling.skip_reading_prefix_cache:
+        raise InvalidArgument(
+            "a parameter needs the whole prompt computed again, which an input segment does not do",
+            field="segment",
+        )
+    return InputSegment(turn.token_ids, turn.sampling, turn.arrival_at, turn.extras)
+
+
+def to_failure(error: ServiceError) -> RequestFailed:
+    """`error` as the end of a request that runs."""
+    violations = error.violations if isinstance(error, InvalidArgument) else []
+    field = violations[0][0] if violations else ""
+    return RequestFailed(error.code.name, error.message, error.reason, field)
+
+
+def _check_resumable(entry: add_pb2.AddEntry) -> None:
+    for name, is_set in (
+        ("pooling", entry.HasField("pooling")),
+        ("prompt_embeds", entry.HasField("prompt_embeds")),
+        ("output_token_ids", entry.segment > 0 and bool(entry.output_token_ids)),
+    ):
+        if is_set:
+            raise InvalidArgument(f"{name} is set, which a resumable request cannot have", field=name)
 
 
 def scoped_salt(tenant: str, salt: str) -> str:
@@ -176,7 +251,9 @@ def to_step(
     stops = any(finished.reason is FinishReason.STOP for finished in output.finished)
     ends = list(accumulate(output.num_tokens)) if stops else []
     for finished in output.finished:
-        end = step.finished.add(row=finished.row, reason=_REASONS[finished.reason])
+        end = step.finished.add(
+            row=finished.row, reason=_REASONS[finished.reason], turn_ended=finished.turn_ended
+        )
         if finished.reason is FinishReason.STOP and finished.stop_token_id != NO_STOP_TOKEN:
             last_token = output.token_ids[ends[finished.row] - 1]
             _set_stop(end, finished, last_token, stop_token_ids[output.handles[finished.row]])

@@ -64,10 +64,16 @@ class ContentSpan:
 
 @dataclass(frozen=True, slots=True)
 class InputSegment:
-    """Further input for a resumable request, which begins its next turn."""
+    """Further input for a resumable request, which begins its next turn.
+
+    extras, blockers: of the turn, in the place of the request's.
+    """
 
     token_ids: list[int]
     sampling: SamplingParams
+    arrival_at: float | None = None  # that of the request from then on; None: as before
+    extras: Extras = field(default_factory=dict)
+    blockers: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -141,7 +147,7 @@ class Request:
     drafts: DraftUse | None = field(default=None, init=False)  # None: no draft was verified
     num_computed_tokens: int = field(default=0, init=False)  # with KV, including those of steps in flight
     num_placeholders: int = field(default=0, init=False)  # sampled by steps in flight, values not yet known
-    num_cached_tokens: int = field(default=0, init=False)  # prefix hit at the first admission
+    num_cached_tokens: int = field(default=0, init=False)  # with KV at the turn's first admission
     num_chunks: int = field(default=0, init=False)  # planned rows that end inside of its known tokens
     num_preemptions: int = field(default=0, init=False)
     num_lost_tokens: int = field(default=0, init=False)  # once computed, counted from the first; 0: none lost
@@ -150,6 +156,7 @@ class Request:
     max_num_tokens: int = field(default=0, init=False)  # prompt and output at which it ends by length
     check_from: int = field(default=0, init=False)  # from this length on every new token is checked
     segments: deque[InputSegment] = field(default_factory=deque, init=False)  # that wait for their turn
+    is_turn_cancelled: bool = field(default=False, init=False)  # its next token is the last of the turn
     end_token_ids: frozenset[int] = field(init=False)  # every token that ends it
     needs_verdict: bool = field(default=False, init=False)  # set by a feature that may end it
     num_budgets: int = field(default=0, init=False)  # that it spends, of features; they count between steps
@@ -228,14 +235,14 @@ class RequestOutput:
     new_token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token that ended it, or NO_STOP_TOKEN; None: end of sequence
-    first: FirstOutput | None = None  # in the first output of the request only
+    first: FirstOutput | None = None  # in the first output of a request or turn only
     message: str = ""  # for people, if it ended by an error
     failure: RequestFailed | None = None  # the status of that error, if it has one
     continues: bool = False  # only the turn ended: the request waits for an input segment, or has one already
     extras: Extras | None = None  # of features, for the client; None, as most have none and all are made anew
-    drafts: DraftUse | None = None  # in the last output of the request only, if any draft was verified
+    drafts: DraftUse | None = None  # in the last output of a request or turn only, if any was verified
 
     @property
     def num_cached_tokens(self) -> int | None:
-        """Set in the first output of the request only."""
+        """Set in the first output of a request or turn only."""
         return None if self.first is None else self.first.num_cached_tokens

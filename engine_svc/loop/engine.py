@@ -11,6 +11,8 @@ from engine_svc.loop.mailbox import (
     Add,
     Adopt,
     Call,
+    CancelTurn,
+    Extend,
     Fail,
     GiveUp,
     Inbox,
@@ -22,7 +24,7 @@ from engine_svc.loop.mailbox import (
 from engine_svc.loop.preparation import Preparations
 from engine_svc.loop.protocols import EngineScheduler, Lockstep
 from engine_svc.loop.recovery import StepRecovery, log_failure
-from engine_svc.loop.requests import EngineRequests
+from engine_svc.loop.requests import NO_LIMITS, EngineRequests, IdleLimits
 from engine_svc.loop.statistics import StatsRecorder
 from engine_svc.loop.steps import Executor, StepsInFlight
 from triptych_kit.clock import Clock
@@ -53,6 +55,7 @@ class Engine:
         max_in_flight: int = 1,
         at_end: Sequence[Callable[[], None]] = (),
         step_limit_s: float = DEFAULT_STEP_LIMIT_S,
+        idle_limits: IdleLimits = NO_LIMITS,
     ) -> None:
         self._scheduler = scheduler
         self._inbox = inbox
@@ -70,7 +73,7 @@ class Engine:
             scheduler_stats=scheduler.stats,
         )
         self._calls = CallQueue(self._stats)
-        self._requests = EngineRequests(scheduler, self._stats, clock, preparations)
+        self._requests = EngineRequests(scheduler, self._stats, clock, preparations, idle_limits)
         self._recovery = StepRecovery(
             scheduler=scheduler,
             steps=self._steps,
@@ -195,6 +198,10 @@ class Engine:
                     self._requests.add(command)
                 case Abort(request_id, cause):
                     self._requests.abort([request_id], cause)
+                case Extend():
+                    self._requests.extend(command)
+                case CancelTurn(request_id):
+                    self._scheduler.cancel_turn(request_id)
                 case Adopt():
                     self._requests.adopt(command)
                 case Note(request_id, note):

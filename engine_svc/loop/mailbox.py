@@ -16,7 +16,7 @@ from itertools import islice
 from engine_svc.cache.observer import StoredBlocks
 from engine_svc.core.errors import RequestFailed
 from engine_svc.core.extras import Extra
-from engine_svc.core.request import FinishReason, Request
+from engine_svc.core.request import FinishReason, InputSegment, Request
 from engine_svc.loop.step_output import StepOutput, UnreadSteps, split
 from engine_svc.scheduler.stats import SchedulerStats
 from triptych_kit.telemetry.metrics import Counts, Distribution
@@ -29,6 +29,7 @@ STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1
 # Known from the start, so that each is counted from 0.
 _ABORT_CAUSES = (
     "client", "deadline", "stop_string", "slow_consumer", "migrated", "session_lost", "poison", "pause",
+    "idle",
 )  # fmt: skip
 
 
@@ -44,6 +45,26 @@ class Add:
     handle: int
     deadline_at: float | None = None
     keeps_outputs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """Continue a resumable request, whose turn has ended, with a segment; None: it takes no further input.
+
+    failure: why the request ends instead. Ignored when it has ended already.
+    """
+
+    request_id: str
+    segment: InputSegment | None
+    deadline_at: float | None = None  # of the turn
+    failure: RequestFailed | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CancelTurn:
+    """End the turn of a resumable request with its next token. Ignored between two turns."""
+
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +126,14 @@ class Call:
     work: Callable[[], None]
 
 
-Command = Add | Abort | Adopt | GiveUp | Note | Prepared | Stop | Fail | Call
+Command = Add | Extend | CancelTurn | Abort | Adopt | GiveUp | Note | Prepared | Stop | Fail | Call
 
 
 class Inbox:
     """Commands to the engine thread, in order. When it is full, only `Add` is refused.
 
-    `Abort` and `Note` need no limit of their own: a sender may abort what it has added, and note it once.
+    Others need no limit of their own: a sender may abort what it has added, note it once, and extend it once
+    for each of its turns.
     """
 
     def __init__(self, max_commands: int) -> None:

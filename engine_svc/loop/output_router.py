@@ -20,6 +20,7 @@ class OutputRouter:
 
     def __init__(self) -> None:
         self.by_id: dict[str, tuple[Outbox, int]] = {}
+        self.ended_turns: list[str] = []  # requests that take further input since then
         self._detached = DetachedOutputs()
 
     def begin(self, command: Add) -> None:
@@ -77,11 +78,16 @@ class OutputRouter:
                 step.first.append((len(handles) - 1, output.first))
             if output.extras:
                 step.extras[handle] = output.extras
-            if output.finish_reason is not None and not output.continues:
+            if output.finish_reason is not None:
                 step.finished.append(_finished_row(len(handles) - 1, output, output.finish_reason))
-                del routes[output.request_id]
+                if output.continues:
+                    self.ended_turns.append(output.request_id)
+                else:
+                    del routes[output.request_id]
         for outbox, deltas in logprobs.items():
-            steps.setdefault(outbox, StepOutput(step_number)).add_logprobs(deltas)
+            # Logprobs alone are of tokens behind the end of a turn.
+            if outbox in steps:
+                steps[outbox].add_logprobs(deltas)
         return steps
 
     def _logprobs_by_outbox(self, sampled: Mapping[str, TokenLogprobs]) -> dict[Outbox, LogprobDeltas]:
@@ -95,7 +101,14 @@ class OutputRouter:
 
 def _finished_row(row: int, output: RequestOutput, reason: FinishReason) -> FinishedRow:
     failure = output.failure
-    ended = FinishedRow(row, reason, output.stop_token_id, output.message, drafts=output.drafts)
+    ended = FinishedRow(
+        row,
+        reason,
+        output.stop_token_id,
+        output.message,
+        drafts=output.drafts,
+        turn_ended=output.continues,
+    )
     if failure is None:
         return ended
     return replace(

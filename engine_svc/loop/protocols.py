@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from engine_svc.core.extras import Extra, Extras
-from engine_svc.core.request import FinishReason, Request, RequestOutput
+from engine_svc.core.request import FinishReason, InputSegment, Request, RequestOutput
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.stats import SchedulerStats
@@ -27,6 +27,21 @@ class EngineScheduler(Protocol):
     def waiting_ids(self) -> list[str]: ...
 
     def add(self, request: Request) -> None: ...
+
+    def segment_refusal(self, request_id: str, segment: InputSegment) -> str | None:
+        """Why this further input can never be served here, as a message for the client; None: it can be."""
+        ...
+
+    def extend(self, request_id: str, segment: InputSegment | None, now: float) -> list[RequestOutput]:
+        """Begin the next turn of a resumable request; None: it ends with its turn, or now between two.
+
+        If this raises, the request has to be ended.
+        """
+        ...
+
+    def cancel_turn(self, request_id: str) -> None:
+        """End the turn of a resumable request with its next token; ignored between two turns."""
+        ...
 
     def unblock(self, request_id: str, name: str) -> None:
         """Remove a blocker of a request; one that has ended is ignored."""

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from engine_svc.core.errors import DeviceLost, RequestFailed
 from engine_svc.core.request import FinishReason, RequestOutput
 from engine_svc.core.step import StepPlan, StepResult, TokenLogprobs
 from engine_svc.loop.failure_bisection import UNREADY
-from engine_svc.loop.mailbox import Add, Adopt, Outbox, Prepared
+from engine_svc.loop.mailbox import Add, Adopt, Extend, Outbox, Prepared
 from engine_svc.loop.output_router import OutputRouter
 from engine_svc.loop.preparation import Preparations
 from engine_svc.loop.protocols import EngineScheduler
@@ -27,6 +30,17 @@ logger = logging.getLogger(__name__)
 _MAX_WAIT_S = 3600.0
 
 
+@dataclass(frozen=True, slots=True)
+class IdleLimits:
+    """Of resumable requests that wait for input: how long each may, and how many; the oldest end first."""
+
+    max_idle_s: float
+    max_requests: int
+
+
+NO_LIMITS = IdleLimits(math.inf, sys.maxsize)
+
+
 class EngineRequests:
     """Applies commands to requests and publishes outputs, those of requests ended from outside first."""
 
@@ -36,6 +50,7 @@ class EngineRequests:
         stats: StatsRecorder,
         clock: Clock,
         preparations: Preparations | None = None,
+        idle_limits: IdleLimits = NO_LIMITS,
     ) -> None:
         self._scheduler = scheduler
         self._preparations = preparations or Preparations(None, clock)
@@ -43,6 +58,8 @@ class EngineRequests:
         self._clock = clock
         self._router = OutputRouter()
         self._deadlines = Deadlines(self._router.by_id)
+        self._idle_limits = idle_limits
+        self._idle: dict[str, None] = {}  # requests that wait for input, the one that waits longest first
         self._ended: list[RequestOutput] = []  # of requests ended from outside, not yet published
         self._step_number = 0  # of the newest step whose outputs were published
 
@@ -76,7 +93,27 @@ class EngineRequests:
         for output in self._scheduler.abort(request_ids, self._clock.now(), cause, reason):
             output.message = message
             self._stats.count_abort(cause)
-            self._ended.append(output)
+            self._end(output)
+
+    def extend(self, command: Extend) -> None:
+        """Continue a request with a segment, or take no more input. An error of these ends it."""
+        request_id, segment, failure = command.request_id, command.segment, command.failure
+        self._idle.pop(request_id, None)
+        if segment is not None and (refusal := self._scheduler.segment_refusal(request_id, segment)):
+            failure = RequestFailed("INVALID_ARGUMENT", refusal, "NEVER_FITS", "prompt_token_ids")
+        if failure is not None:
+            self._fail(request_id, failure)
+            return
+        try:
+            self._ended += self._scheduler.extend(request_id, segment, self._clock.now())
+        except DeviceLost:
+            raise
+        except Exception as error:  # Every error is this request's: no other request was changed.
+            logger.error("request cannot be extended", exc_info=error, extra={"request_id": request_id})
+            self._fail(request_id, RequestFailed("", UNREADY))
+        if segment is not None:
+            self._deadlines.note(command.deadline_at, request_id)
+            self._stats.count_prompt(len(segment.token_ids))
 
     def adopt(self, command: Adopt) -> None:
         self._deliver(self._router.adopt(command, self._step_number))
@@ -101,7 +138,7 @@ class EngineRequests:
     def expire(self) -> None:
         """End the requests whose deadlines have passed."""
         for request_id in self._deadlines.expired(self._clock.now()):
-            self.abort([request_id], "deadline")
+            self.abort([request_id], "idle" if request_id in self._idle else "deadline")
 
     def until_due(self) -> float | None:
         """How long an idle loop may wait, as deadlines and features need; None: for the next command."""
@@ -126,7 +163,11 @@ class EngineRequests:
         now = self._clock.now()
         for output in self._scheduler.abort([request_id], now, "unprepared", FinishReason.ERROR):
             output.message, output.failure = failure.message, failure
-            self._ended.append(output)
+            self._end(output)
+
+    def _end(self, output: RequestOutput) -> None:
+        self._idle.pop(output.request_id, None)
+        self._ended.append(output)
 
     def _publish(
         self,
@@ -142,6 +183,18 @@ class EngineRequests:
         self._stats.count_outputs(steps.values())
         self._stats.post()
         self._deliver(steps)
+        if self._router.ended_turns:
+            self._note_idle()
+
+    def _note_idle(self) -> None:
+        """Limit how many requests wait for input, and for how long."""
+        limits = self._idle_limits
+        ended_turns, self._router.ended_turns = self._router.ended_turns, []
+        for request_id in ended_turns:
+            self._deadlines.note(self._clock.now() + limits.max_idle_s, request_id)
+            self._idle[request_id] = None
+        while len(self._idle) > limits.max_requests:
+            self.abort([next(iter(self._idle))], "idle")
 
     def _deliver(self, steps: Mapping[Outbox, StepOutput]) -> None:
         for outbox, step in steps.items():

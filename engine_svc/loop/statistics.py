@@ -85,9 +85,10 @@ class StatsRecorder:
     def count_outputs(self, steps: Iterable[StepOutput]) -> None:
         for step in steps:
             self._num_generated_tokens += len(step.token_ids)
-            self._num_finished += len(step.finished)
             for finished in step.finished:
-                self._counts.finished.add(finished.reason.value)
+                if not finished.turn_ended:
+                    self._num_finished += 1
+                    self._counts.finished.add(finished.reason.value)
 
     def post(self) -> None:
         step_time = self._step_time

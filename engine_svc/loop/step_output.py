@@ -26,11 +26,12 @@ _MAX_UNMERGED_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
-    """How the request of one row ended: `stop_token_id` if by a stop token, `message` if by an error.
+    """How the request of one row, or its turn, ended: `stop_token_id` if by a stop token, `message` if by an
+    error.
 
     code: the name of the error's gRPC status code, if it has one, with a reason for programs and the field of
     the ADD that it refuses, if any.  error_fields: rules of the request that leave no token, if that is it.
-    drafts: None if none was verified.
+    drafts: None if none was verified.  turn_ended: the request takes further input.
     """
 
     row: int
@@ -42,6 +43,7 @@ class FinishedRow:
     error_reason: str = ""
     error_field: str = ""
     error_fields: tuple[str, ...] = ()
+    turn_ended: bool = False
 
 
 @dataclass(slots=True)

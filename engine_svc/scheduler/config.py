@@ -32,6 +32,7 @@ class SchedulerConfig:
     async_scheduling: bool = False  # plan a step before the tokens of the step before it are known
     max_steps_in_flight: int = 1  # planned steps whose tokens are not known yet
     pipeline_stages: int = 1  # steps on the device at the same time, each with other decodes
+    holds_idle: bool = False  # requests that wait for an input segment keep a row and their blocks
     prefill_share: float = 0.5  # of a step's tokens, for prompts, if the policy divides them
 
     def __post_init__(self) -> None:

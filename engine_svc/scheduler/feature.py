@@ -113,6 +113,14 @@ class SchedulerFeature:
     def on_finish(self, request: Request) -> None:
         """A request ended; reason and times are set. Its blocks become free after this unless kept now."""
 
+    def on_turn_end(self, request: Request) -> None:
+        """A turn ended, and the request waits for an input segment. `on_finish` follows if none comes."""
+        self.on_finish(request)
+
+    def on_turn_begin(self, request: Request) -> None:
+        """A further turn begins, with extras of its own. It may be blocked as a new request may."""
+        self.on_add(request)
+
 
 def overriding(features: Sequence[SchedulerFeature], name: str) -> tuple[Callable[..., Any], ...]:
     """The method `name` of those features that have one of their own: a step calls no other."""

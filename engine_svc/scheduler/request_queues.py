@@ -10,6 +10,7 @@ from engine_svc.core.request import (
     NO_STOP_TOKEN,
     FinishReason,
     FirstOutput,
+    InputSegment,
     PrefillStats,
     Request,
     RequestOutput,
@@ -18,23 +19,37 @@ from engine_svc.core.request import (
 from engine_svc.core.step import BARRED
 from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.policy import Policy
-from engine_svc.scheduler.turns import INPUT
+from engine_svc.scheduler.turns import INPUT, begin_turn, settle_turn
 from engine_svc.scheduler.waiting_queue import WaitingQueue
+
+# More than any first part of an order key; with it, keys are exact still.
+_HOLDERS_AHEAD = 2.0**50
 
 
 class RequestQueues:
     """All requests that have not ended. `running` is in order of admission."""
 
-    def __init__(self, kv_cache: KVCache, policy: Policy, features: Sequence[SchedulerFeature]) -> None:
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        policy: Policy,
+        features: Sequence[SchedulerFeature],
+        *,
+        holds_idle: bool = False,
+    ) -> None:
+        """holds_idle: see SchedulerConfig."""
         self._kv_cache = kv_cache
         self._policy = policy
         self._features = tuple(features)
+        self._holds_idle = holds_idle
         policy.attach(kv_cache)
         self.requests: dict[str, Request] = {}
         self.waiting = WaitingQueue(policy.ready_queue())
         self.running: list[Request] = []
         self.released: list[str] = []  # rows for the runner to free with the next plan
         self.num_preemptions = 0
+        self.num_resumable = 0  # requests that take further input segments
+        self.num_idle = 0  # requests that wait for an input segment
         # Requests that hold blocks without running, oldest first.
         self._holders: dict[str, Request] = {}
 
@@ -47,6 +62,7 @@ class RequestQueues:
             request.move_to(RequestStatus.WAITING)
         self._enqueue(request)
         self.requests[request.request_id] = request
+        self.num_resumable += request.is_resumable
 
     def unblock(self, request: Request, name: str) -> None:
         """Remove `name` from a request's blockers; without blockers it may be admitted."""
@@ -85,19 +101,49 @@ class RequestQueues:
         self._enqueue(request)
         self.num_preemptions += 1
 
-    def end_turn(self, request: Request) -> None:
+    def end_turn(self, request: Request, reason: FinishReason, now: float) -> None:
         """Let a request wait for its next input segment; it keeps its blocks."""
         self._depart(request)
+        request.finish_reason = reason
+        request.timeline.finished_at = now
+        for feature in self._features:
+            feature.on_turn_end(request)
+        settle_turn(request, self._kv_cache.hasher.block_size)
         request.blockers.add(INPUT)
         request.move_to(RequestStatus.BLOCKED)
-        request.order_key = self._policy.requeue_key(request)
+        if self._holds_idle:
+            # Before all that hold no blocks, which could wait for these forever.
+            first, second, last = self._policy.order_key(request)
+            request.order_key = (first - _HOLDERS_AHEAD, second, last)
+        else:
+            request.order_key = self._policy.requeue_key(request)
+        self.num_idle += 1
         self._enqueue(request)
+
+    def begin_turn(self, request: Request, segment: InputSegment, max_model_len: int, now: float) -> None:
+        """Let a request that waits for its next input segment go on with it.
+
+        If this raises, the request is blocked by nothing, and has to be ended.
+        """
+        begin_turn(request, segment, max_model_len, now)
+        request.blockers.discard(INPUT)
+        self.num_idle -= 1
+        for feature in self._features:
+            feature.on_turn_begin(request)
+        self.unblock(request, INPUT)
+
+    @property
+    def has_ready_holder(self) -> bool:
+        """Whether a request that holds blocks may be admitted."""
+        return any(request.status is RequestStatus.WAITING for request in self._holders.values())
 
     def reclaim(self, besides: Request | None = None) -> bool:
         """Release the blocks of the request that has been idle longest; False if there is none.
 
         Only of requests that wait for an input segment: with other blockers KV may be arriving in the blocks.
         """
+        if self._holds_idle:
+            return False
         for request in self._holders.values():
             if request is not besides and request.blockers <= {INPUT}:
                 self._depart(request)
@@ -114,6 +160,8 @@ class RequestQueues:
         request.finish_reason = reason
         request.timeline.finished_at = now
         del self.requests[request.request_id]
+        self.num_resumable -= request.is_resumable
+        self.num_idle -= INPUT in request.blockers
         # Hooks first, as one that still needs the blocks holds them.
         for feature in self._features:
             feature.on_finish(request)

@@ -37,7 +37,7 @@ from engine_svc.scheduler.stats import (
     PAUSED,
     SchedulerStats,
 )
-from engine_svc.scheduler.turns import INPUT, begin_turn, note_limits, settle_turn, why_stopped
+from engine_svc.scheduler.turns import INPUT, cancel_turn, note_limits, why_stopped
 from engine_svc.speculation.accounting import (
     DraftCounter,
     DraftGrants,
@@ -89,7 +89,7 @@ class Scheduler:
         self._on_pressure = overriding(features, "on_pressure")
         self._on_exhausted = overriding(features, "on_exhausted")
         self._on_plan, self._on_update = overriding(features, "on_plan"), overriding(features, "on_update")
-        self._queues = RequestQueues(kv_cache, policy, self._features)
+        self._queues = RequestQueues(kv_cache, policy, self._features, holds_idle=config.holds_idle)
         self._in_flight = PlannedSteps()
         self._pause = PauseState.NONE
 
@@ -108,8 +108,10 @@ class Scheduler:
         """Whether a step planned now could compute something."""
         if self._pause is PauseState.ALL:
             return False
-        return bool(self._queues.running) or (
-            self._pause is PauseState.NONE and self._queues.waiting.num_ready > 0
+        if self._queues.running:
+            return True
+        return self._queues.waiting.num_ready > 0 and (
+            self._pause is PauseState.NONE or (self._config.holds_idle and self._queues.has_ready_holder)
         )
 
     @property
@@ -142,6 +144,8 @@ class Scheduler:
             max_rows=self._max_rows,
             num_non_finite_rows=self._num_non_finite_rows,
             drafts=self._drafts.stats(),
+            num_resumable=queues.num_resumable,
+            num_idle=queues.num_idle,
             num_retained_lots=len(kv_cache.retained),
             num_retained_blocks=kv_cache.retained.num_blocks,
             admission_limit=self._admission_limit if self._pause is PauseState.NONE else PAUSED,
@@ -173,15 +177,21 @@ class Scheduler:
         if request is None:
             return []
         waits = INPUT in request.blockers
-        if segment is None:
+        if waits and segment is not None:
+            self._queues.begin_turn(request, segment, self._config.max_model_len, now)
+        elif segment is not None:
+            request.segments.append(segment)
+        else:
+            self._queues.num_resumable -= request.is_resumable
             request.is_resumable = False
             return [self._queues.end_early(request, FinishReason.ABORT, now)] if waits else []
-        if waits:
-            begin_turn(request, segment, self._config.max_model_len)
-            self._queues.unblock(request, INPUT)
-        else:
-            request.segments.append(segment)
         return []
+
+    def cancel_turn(self, request_id: str) -> None:
+        """End the turn of a resumable request with its next token. One that waits for input is ignored."""
+        request = self._queues.requests.get(request_id)
+        if request is not None and request.is_resumable and INPUT not in request.blockers:
+            cancel_turn(request)
 
     def unblock(self, request_id: str, name: str) -> None:
         """Remove a blocker of a request; without blockers it may be admitted. Unknown ids are ignored."""
@@ -295,7 +305,7 @@ class Scheduler:
         self._schedule_running(now)
         if len(plan.preempted) > num_displaced:
             self._admission_limit = FREE_BLOCKS
-        elif self._pause is PauseState.NONE:
+        elif self._pause is PauseState.NONE or self._config.holds_idle:
             self._admission_limit = self._admit_waiting(now)
         rows = self._builder.rows
         if not rows:
@@ -412,7 +422,12 @@ class Scheduler:
     def _num_admissible(self) -> int:
         if self._pause is not PauseState.NONE:
             return 0
-        return min(self._queues.waiting.num_ready, self._config.max_num_seqs - len(self._queues.running))
+        return min(self._queues.waiting.num_ready, self._num_rows - len(self._queues.running))
+
+    @property
+    def _num_rows(self) -> int:
+        """Rows of requests that run."""
+        return self._config.max_num_seqs - (self._queues.num_idle if self._config.holds_idle else 0)
 
     def _grant(self, request: Request, num_tokens: int) -> int:
         """How many of its pending tokens a running request can have in this step."""
@@ -425,14 +440,17 @@ class Scheduler:
 
     def _admit_waiting(self, now: float) -> str:
         """Admit requests; returns what ended the admission, empty if each was asked."""
-        config, queues, builder = self._config, self._queues, self._builder
+        queues, builder = self._queues, self._builder
         self._has_running_rows = bool(builder.rows)
         preempted = builder.plan.preempted
         candidates = queues.waiting.candidates()
-        while builder.remaining and len(queues.running) < config.max_num_seqs:
+        num_rows = self._num_rows
+        while builder.remaining and len(queues.running) < num_rows:
             request = next(candidates, None)
             if request is None:
                 return ""
+            if self._pause is PauseState.NEW and not request.block_tables:
+                return PAUSED
             # A preempted request needs its tokens of steps in flight before it can continue.
             waits_for_tokens = request.resumes_after_step > self._updated_step_number
             if waits_for_tokens:
@@ -568,15 +586,14 @@ class Scheduler:
             self._queues.finish(request, output.finish_reason, now)
             output.drafts = request.drafts
             return
-        output.continues = True
+        output.continues, output.drafts = True, request.drafts
         # What a turn has registered is computed by now: its last token is not, and fills no block of these.
         full = {block_id for table in request.block_tables for block_id in table.block_ids}
         self._in_flight.forget(request, full)
-        settle_turn(request, self._kv_cache.hasher.block_size)
-        self._queues.end_turn(request)
+        self._queues.end_turn(request, output.finish_reason, now)
         if request.segments:
-            begin_turn(request, request.segments.popleft(), self._config.max_model_len)
-            self._queues.unblock(request, INPUT)
+            segment = request.segments.popleft()
+            self._queues.begin_turn(request, segment, self._config.max_model_len, now)
 
 
 class _ForgetDrafts(SchedulerFeature):

@@ -33,6 +33,8 @@ class SchedulerStats:
     max_rows: int  # of any step
     num_non_finite_rows: int  # each ended its request with an error
     drafts: DraftStats
+    num_resumable: int = 0  # requests that take further input segments
+    num_idle: int = 0  # those that wait for one
     num_retained_lots: int = 0  # of blocks that stay without a request, each under a key
     num_retained_blocks: int = 0  # in any of these
     admission_limit: str = ""  # why the newest plan admitted no further request; empty: none waited

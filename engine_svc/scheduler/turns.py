@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine_svc.core.request import FinishReason, InputSegment, Request
+from engine_svc.core.request import FinishReason, InputSegment, Request, Timeline
 from engine_svc.core.sampling_params import RepetitionLimits
 
 INPUT = "input"  # the blocker of a request between two turns, which waits for its next input segment
@@ -24,19 +24,38 @@ def note_limits(request: Request, max_model_len: int) -> None:
         request.check_from = min(request.check_from, request.num_prompt_tokens + sampling.min_tokens)
 
 
-def begin_turn(request: Request, segment: InputSegment, max_model_len: int) -> None:
-    """Append an input segment. All tokens before the output of this turn count as prompt from now on."""
+def begin_turn(request: Request, segment: InputSegment, max_model_len: int, now: float) -> None:
+    """Append an input segment. All tokens before the output of this turn count as prompt from now on.
+
+    What is recorded of a request is recorded of each turn: its times, end, drafts and cached tokens.
+    """
     request.token_ids += segment.token_ids
     request.num_prompt_tokens = request.num_tokens
     request.sampling = segment.sampling
     request.end_token_ids = segment.sampling.end_token_ids
+    request.extras = dict(segment.extras)
+    request.blockers |= segment.blockers
+    request.needs_verdict, request.verdict = False, None
+    if segment.arrival_at is not None:
+        request.arrival_at = segment.arrival_at
+    request.timeline = Timeline(queued_at=now)
+    request.finish_reason = request.drafts = None
+    request.num_chunks = 0
+    request.is_turn_cancelled = False
     note_limits(request, max_model_len)
+
+
+def cancel_turn(request: Request) -> None:
+    """Let the next token end the turn."""
+    request.is_turn_cancelled = True
+    request.check_from = 0
 
 
 def why_stopped(request: Request) -> tuple[FinishReason, int | None] | None:
     """Why the newest token of `request` ends the turn, and the stop token if one did; None: it continues.
 
-    The end-of-sequence token takes precedence over a stop token, both over length, length over repetition.
+    The end-of-sequence token takes precedence over a stop token, both over length, length over a cancelled
+    turn, that over repetition.
     Only repetition depends on `min_tokens` here: below it the sampler masks the tokens that end a turn.
     """
     token = request.token_ids[-1]
@@ -47,6 +66,8 @@ def why_stopped(request: Request) -> tuple[FinishReason, int | None] | None:
         return FinishReason.STOP, token
     if len(request.token_ids) >= request.max_num_tokens:
         return FinishReason.LENGTH, None
+    if request.is_turn_cancelled:
+        return FinishReason.ABORT, None
     if (
         sampling.repetition is not None
         and len(request.token_ids) >= request.check_from

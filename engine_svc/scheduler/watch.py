@@ -80,6 +80,9 @@ class SchedulerWatch(SchedulerFeature):
     def on_finish(self, request: Request) -> None:
         self._requests.pop(request.request_id, None)
 
+    def on_turn_end(self, request: Request) -> None:
+        """A request that waits for input is shown as well."""
+
     def on_plan(self, plan: StepPlan) -> None:
         if self._num_to_record:
             self._num_to_record -= 1

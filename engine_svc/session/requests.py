@@ -14,19 +14,22 @@ from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import LoadedCore, ServedEngine
 from engine_svc.adoption.orphaned_requests import OrphanedRequest, OrphanedRequests
 from engine_svc.convert import messages
+from engine_svc.core.errors import RequestFailed
 from engine_svc.core.extras import Extra
-from engine_svc.loop.mailbox import Abort, Add, Adopt, Note, Outbox
+from engine_svc.loop.mailbox import Abort, Add, Adopt, CancelTurn, Extend, Note, Outbox
 from engine_svc.tensors.source import TensorSource
 from triptych.engine.v1 import add_pb2, engine_pb2
 from triptych_kit.errors import (
     AlreadyExists,
+    FailedPrecondition,
     Internal,
     InvalidArgument,
+    NotFound,
     ResourceExhausted,
     ServiceError,
     Unavailable,
 )
-from triptych_kit.field_checks import check
+from triptych_kit.field_checks import check, unserved
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class SessionRequests:
         number: int,
         fleet: str = "",
         is_resumable: bool,
+        takes_segments: bool = False,
         outbox: Outbox,
         tensors: TensorSource,
         send: Callable[[engine_pb2.ConnectResponse], None],
@@ -57,6 +61,7 @@ class SessionRequests:
         self._number = number
         self._fleet = fleet
         self._is_resumable = is_resumable
+        self._takes_segments = takes_segments
         self._outbox = outbox
         self._tensors = tensors
         self._send = send
@@ -76,6 +81,9 @@ class SessionRequests:
 
     def add(self, entry: add_pb2.AddEntry) -> None:
         """Admit the request of `entry`, or send its rejection."""
+        if entry.segment:
+            self._extend(entry)
+            return
         entry_id = (entry.request_id, entry.attempt)
         if self._is_resumable and self._handles.has_seen(entry.handle, entry_id):
             # A frontend that resumes cannot know which ADDs arrived before the break, so it repeats them.
@@ -105,6 +113,25 @@ class SessionRequests:
         # Queued before the engine thread gets the command, so that it is sent before any output.
         self._send(engine_pb2.ConnectResponse(adopted=orphan.adopted(entry.handle)))
         self._engine.inbox.put(Adopt(orphan.request_id, self._outbox, entry.handle))
+
+    def cancel_turn(self, message: engine_pb2.CancelTurn) -> None:
+        """End the turn of a request, unless it has ended."""
+        entry = self._handles.get(message.handle)
+        if entry is not None and entry.segment == message.segment and not entry.is_idle:
+            self._engine.inbox.put(CancelTurn(entry.request_id))
+
+    def end_turns(self, handles: Iterable[int]) -> None:
+        """Record that the turns of these requests have ended."""
+        for handle in handles:
+            self._handles[handle].is_idle = True
+
+    def take_no_segments(self) -> None:
+        """Let resumable requests end with their turns, and those that wait for input at once."""
+        for handle in self._handles:
+            entry = self._handles[handle]
+            if entry.opened is not None:
+                entry.opened = None
+                self._engine.inbox.put(Extend(entry.request_id, None))
 
     def note(self, handle: int, note: Extra) -> None:
         """Pass on what the frontend says of a request that has ended; once, and not of one long ago."""
@@ -142,31 +169,77 @@ class SessionRequests:
         self._send = lambda message: None
         return num_aborted
 
+    def _extend(self, entry: add_pb2.AddEntry) -> None:
+        """Continue a request with the segment of `entry`, or end it. An invalid one ends it with an error."""
+        entry_id = (entry.request_id, entry.attempt)
+        if not self._handles.has_seen(entry.handle, entry_id):
+            error = NotFound(
+                f"handle {entry.handle} has no such request",
+                resource_type="request",
+                resource_name=entry.request_id[:_MAX_LOGGED_CHARACTERS],
+                reason="NO_SUCH_REQUEST",
+            )
+            self._reject(entry.handle, entry_id, error)
+            return
+        request = self._handles.get(entry.handle)
+        if request is None or request.opened is None or entry.segment <= request.segment:
+            # It ends or has ended, of which its last row reports; or a frontend that resumes repeats an ADD.
+            return
+        deadline_at, failure, segment = None, None, None
+        try:
+            if entry.segment != request.segment + 1:
+                following = f"the next one is {request.segment + 1}"
+                raise InvalidArgument(f"segment is {entry.segment}, {following}", field="segment")
+            if not entry.resumable:
+                request.opened = None
+            else:
+                if not request.is_idle:
+                    raise FailedPrecondition("the turn before has not ended", reason="TURN_NOT_ENDED")
+                now = self._engine.clock.now()
+                segment = messages.to_segment(entry, request.opened, **self._context(now))
+                deadline_at = messages.to_deadline(entry, now)
+        except ServiceError as error:
+            failure = messages.to_failure(error)
+        except Exception:
+            logger.exception("segment failed", extra={"request_id": request.request_id})
+            failure = RequestFailed("", "internal error: the segment was not taken")
+        if failure is not None:
+            request.opened = None
+        request.segment, request.is_idle = entry.segment, False
+        request.stop_token_ids = frozenset(entry.sampling.stop_token_ids)
+        self._engine.inbox.put(Extend(request.request_id, segment, deadline_at, failure))
+
+    def _context(self, now: float) -> messages.RequestContext:
+        return {
+            "session_number": self._number,
+            "facts": self._admitting_core().facts,
+            "now": now,
+            "features": self._engine.features,
+            "tensors": self._tensors,
+        }
+
     def _accept(self, entry: add_pb2.AddEntry) -> None:
         core = self._admitting_core()
         self._check_handle(entry.handle)
         self._check_entry(entry)
+        if entry.resumable and not self._takes_segments:
+            raise unserved("resumable")
         now = self._engine.clock.now()
-        request = messages.to_request(
-            entry,
-            session_number=self._number,
-            facts=core.facts,
-            now=now,
-            features=self._engine.features,
-            tensors=self._tensors,
-        )
+        request = messages.to_request(entry, **self._context(now))
         refusal = core.refusal(request)
         if refusal is not None:
             raise InvalidArgument(refusal, reason="NEVER_FITS")
         core.prepare(request)
         deadline_at = messages.to_deadline(entry, now)
-        keeps_outputs = self._orphaned_requests.can_keep(entry)
+        # A resumable request ends with its session.
+        keeps_outputs = not entry.resumable and self._orphaned_requests.can_keep(entry)
         if not self._engine.inbox.put(Add(request, self._outbox, entry.handle, deadline_at, keeps_outputs)):
             raise ResourceExhausted("engine's inbox is full", retry_after_ms=_RETRY_AFTER_MS)
         in_flight = InFlight(
             request.request_id,
             (entry.request_id, entry.attempt),
             frozenset(entry.sampling.stop_token_ids),
+            opened=messages.to_open_request(request) if entry.resumable else None,
         )
         if keeps_outputs:
             in_flight.orphan = self._orphaned_requests.keep(
@@ -249,6 +322,9 @@ class InFlight:
     stop_token_ids: frozenset[int]
     orphan: OrphanedRequest | None = None  # if other sessions may adopt it
     is_aborted: bool = False
+    opened: messages.OpenRequest | None = None  # while it takes further input
+    segment: int = 0  # of its present turn
+    is_idle: bool = False  # it waits for input
     is_noted: bool = False  # the frontend has said what it has to say after the end
 
     @property

@@ -119,6 +119,7 @@ class Session:
             number=number,
             fleet=self.owner.tenant,
             is_resumable=self.stream.is_resumable,
+            takes_segments=announce.INPUT_SEGMENTS in self.features,
             outbox=self._outbox,
             tensors=self._tensors,
             send=self._send,
@@ -185,6 +186,8 @@ class Session:
                     self.end(PermissionDenied("host_proof does not match", reason="HOST_NOT_PROVEN"))
             case "abort":
                 await self._requests.abort(message.abort)
+            case "cancel_turn":
+                self._requests.cancel_turn(message.cancel_turn)
             case "adopt":
                 for wanted in message.adopt.entries:
                     self._requests.adopt(wanted)
@@ -236,6 +239,7 @@ class Session:
         if state is EngineState.READY and core is not None:
             self._send(engine_pb2.ConnectResponse(ready=announce.ready(self._engine, core.facts)))
         elif state is EngineState.DRAINING:
+            self._requests.take_no_segments()
             deadline_ms = int(self._engine.drain_deadline_s * 1000)
             self._send(engine_pb2.ConnectResponse(draining=engine_pb2.Draining(deadline_ms=deadline_ms)))
         elif state is EngineState.FAILED and failure is not None:
@@ -343,8 +347,9 @@ class Session:
                 yield
 
     def _append_step(self, step: StepOutput) -> None:
-        ended = [step.handles[finished.row] for finished in step.finished]
-        stop_token_ids = self._requests.stop_token_ids(ended)
+        ends = [(step.handles[finished.row], finished.turn_ended) for finished in step.finished]
+        ended = [handle for handle, turn_ended in ends if not turn_ended]
+        stop_token_ids = self._requests.stop_token_ids(handle for handle, _ in ends)
         now = self._engine.clock.now()
         self._append(
             engine_pb2.ConnectResponse(
@@ -353,6 +358,7 @@ class Session:
         )
         # The log holds their final outputs now, even if the stream breaks.
         self._requests.end(ended)
+        self._requests.end_turns(handle for handle, turn_ended in ends if turn_ended)
         if ended:
             self._last_end_seq = self.stream.log.last_seq
             self._on_finished()

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import ChunkedLocal, FullAttention, SlidingWindow
 from engine_svc.cache.config import CacheConfig
-from engine_svc.core.request import FinishReason, Request, RequestOutput
+from engine_svc.core.request import FinishReason, InputSegment, Request, RequestOutput
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.adapters.extras import AdapterUse
@@ -36,6 +36,7 @@ CAPABILITIES = (
     "grammar",
     "pipeline",
     "reset",
+    "sessions",
 )
 
 
@@ -57,7 +58,7 @@ class ReplayEngine:
         self._is_paused = False
         self._failed: set[str] = set()  # whose grammars failed, and which are still waiting
         self._limits = (config["max_num_seqs"], config["max_num_batched_tokens"])
-        scheduler = SchedulerConfig(**_of(SchedulerConfig, config))
+        scheduler = SchedulerConfig(**_of(SchedulerConfig, config), holds_idle=True)
         cache = CacheConfig(config["num_gpu_blocks"], groups, **_of(CacheConfig, config))
         features: list[SchedulerFeature] = [self._grammars]
         if max_adapters := config.get("max_adapters"):
@@ -70,6 +71,7 @@ class ReplayEngine:
         self._plans: list[StepPlan] = []
         self._finished: set[str] = set()
         self._seen: set[str] = set()
+        self._begun: set[str] = set()  # with a first output
 
     def add(self, request: dict[str, Any]) -> None:
         options = _of(SamplingParams, request) | {"stop_token_ids": frozenset(request["stop_token_ids"])}
@@ -81,8 +83,17 @@ class ReplayEngine:
         added = Request(
             request["id"], prompt, len(prompt), sampling, cache_salt=salt, extra_keys=keys, **order
         )
+        added.is_resumable = request.get("session", False)
         self._grammars.note(added, request.get("grammar"))
         self._scheduler.add(added)
+
+    def extend(self, event: dict[str, Any]) -> None:
+        options = _of(SamplingParams, event) | {"stop_token_ids": frozenset(event["stop_token_ids"])}
+        segment = InputSegment(event["prompt"].copy(), SamplingParams(**options), event["arrival_time"])
+        self._scheduler.extend(event["id"], segment, now=0.0)
+
+    def close(self, request_id: str) -> None:
+        self._note_finished(self._scheduler.extend(request_id, None, now=0.0))
 
     def grammar_ready(self, request_id: str) -> None:
         self._scheduler.unblock(request_id, BLOCKER)
@@ -104,7 +115,7 @@ class ReplayEngine:
         return self._scheduler.reset_prefix_cache(now=0.0, reset_running=running)
 
     def schedule(self) -> dict[str, Any]:
-        waiting = self._scheduler.waiting_ids
+        waiting, holders = self._scheduler.waiting_ids, set(self._scheduler._queues._holders)
         plan = self._scheduler.schedule(now=0.0)
         self._plans.append(plan)
         self._note_reached(plan, waiting)
@@ -114,6 +125,8 @@ class ReplayEngine:
         self._seen.update(taken)
         spec = zip(plan.request_ids, plan.draft_token_ids, strict=True)
         none: list[list[int]] = [[]] * self._kv_cache.num_groups
+        # Of blocks that a request holds already a case lists none.
+        taken |= dict.fromkeys(holders.intersection(taken), none)
         blocks = zip(plan.request_ids, plan.new_block_ids, strict=True)
         return {
             "scheduled": list(zip(plan.request_ids, plan.num_tokens, strict=True)),
@@ -146,6 +159,12 @@ class ReplayEngine:
         for output in ended:
             output.first = None
         outputs += ended
+        for output in outputs:
+            # A case has it in the first turn of a session alone.
+            if output.request_id in self._begun:
+                output.first = None
+            elif output.first is not None:
+                self._begun.add(output.request_id)
         freed = self._note_finished(outputs)
         return {"outputs": [_as_recorded(output) for output in outputs], "freed": freed}
 
@@ -180,7 +199,15 @@ class ReplayEngine:
         return self._scheduler._queues.waiting.blocked(name) is not None
 
     def _note_finished(self, outputs: list[RequestOutput]) -> list[str]:
-        finished = [output.request_id for output in outputs if output.finish_reason is not None]
+        for output in outputs:
+            if output.continues:
+                # Each turn of a session is new.
+                self._seen.discard(output.request_id)
+        finished = [
+            output.request_id
+            for output in outputs
+            if output.finish_reason is not None and not output.continues
+        ]
         self._finished.update(finished)
         return finished
 

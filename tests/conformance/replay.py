@@ -48,6 +48,10 @@ def _apply(engine: ReplayEngine, event: dict[str, Any]) -> bool:
     match event["op"]:
         case "add":
             engine.add(event["request"])
+        case "extend":
+            engine.extend({name: value for name, value in event.items() if name != "op"})
+        case "close":
+            engine.close(event["id"])
         case "abort":
             engine.abort(event["ids"])
         case "pause":

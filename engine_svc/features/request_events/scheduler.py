@@ -42,6 +42,9 @@ class EventsOfAdmitted(SchedulerFeature):
         while self._ended:
             self._forget(self._ended.pop())
 
+    def on_turn_end(self, request: Request) -> None:
+        """Its last result is still to be given to `on_update`; the next turn reports its own events."""
+
     def on_finish(self, request: Request) -> None:
         if request.timeline.scheduled_at is None:
             self._forget(request)

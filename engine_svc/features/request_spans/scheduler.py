@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from copy import copy
 from time import time_ns
 
 from engine_svc.config import EngineConfig
@@ -33,10 +34,20 @@ class RequestSpans(SchedulerFeature):
         if traced is not None:
             self._traced[request] = traced, request.num_output_tokens
 
+    def on_turn_end(self, request: Request) -> None:
+        if request in self._traced:
+            ended = copy(request)
+            ended.token_ids = request.token_ids.copy()
+            self._end(request, ended)
+
     def on_finish(self, request: Request) -> None:
         if request in self._traced:
-            traced, num_before = self._traced.pop(request)
-            self._defer(functools.partial(self._record, request, traced, num_before))
+            self._end(request, request)
+
+    def _end(self, request: Request, ended: Request) -> None:
+        """ended: the request as it was at its end."""
+        traced, num_before = self._traced.pop(request)
+        self._defer(functools.partial(self._record, ended, traced, num_before))
 
     def _record(self, request: Request, traced: TracedRequest, num_before: int) -> None:
         """Make the span, on the event loop. A request that has ended does not change any more."""

@@ -13,7 +13,7 @@ from typing import Any
 from engine_svc.cache.attention import AttentionKind, ChunkedLocal, FullAttention, SlidingWindow
 from engine_svc.cache.block_pool import held_blocks
 from engine_svc.cache.config import CacheConfig
-from engine_svc.core.request import ContentSpan, FinishReason, Request, RequestOutput, Verdict
+from engine_svc.core.request import ContentSpan, FinishReason, InputSegment, Request, RequestOutput, Verdict
 from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
 from engine_svc.core.step import StepCosts, StepPlan
 from engine_svc.scheduler.config import SchedulerConfig
@@ -158,14 +158,11 @@ def decision(plan: StepPlan, resumed: Collection[str], free_blocks: int) -> Reco
 
 def request_record(request: Request) -> Record:
     """A new request, with copies of what changes later and all of its sampling parameters."""
-    sampling = asdict(request.sampling)
-    sampling["stop_token_ids"] = sorted(request.sampling.stop_token_ids)
-    sampling["skip_prefix_lookup"] = sampling.pop("skip_reading_prefix_cache")
     return {
         "id": request.request_id,
         "prompt": request.token_ids.copy(),
         "num_prompt_tokens": request.num_prompt_tokens,
-        **sampling,
+        **_sampling_record(request.sampling),
         "priority": request.priority,
         "account": request.account,
         "weight": request.weight,
@@ -176,24 +173,53 @@ def request_record(request: Request) -> Record:
         "spans": [asdict(span) for span in request.spans],
         "num_encoder_tokens": request.num_encoder_tokens,
         "blockers": sorted(request.blockers),
+        "session": request.is_resumable,
     }
+
+
+def segment_record(segment: InputSegment, blockers: Collection[str]) -> Record:
+    """blockers: what the turn waits for."""
+    return {
+        "prompt": list(segment.token_ids),
+        **_sampling_record(segment.sampling),
+        "arrival_time": segment.arrival_at,
+        "blockers": sorted(blockers),
+    }
+
+
+def read_segment(record: Record) -> InputSegment:
+    blockers = frozenset(record.get("blockers", ()))
+    return InputSegment(
+        list(record["prompt"]), _read_sampling(record), record["arrival_time"], blockers=blockers
+    )
+
+
+def _sampling_record(sampling: SamplingParams) -> Record:
+    record = asdict(sampling)
+    record["stop_token_ids"] = sorted(sampling.stop_token_ids)
+    record["skip_prefix_lookup"] = record.pop("skip_reading_prefix_cache")
+    return record
+
+
+def _read_sampling(record: Record) -> SamplingParams:
+    repetition = record.get("repetition")
+    options = _of(SamplingParams, record) | {
+        "stop_token_ids": frozenset(record["stop_token_ids"]),
+        "skip_reading_prefix_cache": record.get("skip_prefix_lookup", False),
+        "repetition": None if repetition is None else RepetitionLimits(**repetition),
+        "logprob_token_ids": tuple(record.get("logprob_token_ids", ())),
+    }
+    return SamplingParams(**options)
 
 
 def read_request(record: Record) -> Request:
     """The request of a record, which may be older than some of the sampling parameters."""
-    repetition = record.get("repetition")
-    options = _of(SamplingParams, record) | {
-        "stop_token_ids": frozenset(record["stop_token_ids"]),
-        "skip_reading_prefix_cache": record["skip_prefix_lookup"],
-        "repetition": None if repetition is None else RepetitionLimits(**repetition),
-        "logprob_token_ids": tuple(record.get("logprob_token_ids", ())),
-    }
     prompt = list(record["prompt"])
     return Request(
         record["id"],
         prompt,
         record.get("num_prompt_tokens", len(prompt)),
-        SamplingParams(**options),
+        _read_sampling(record),
         priority=record["priority"],
         account=record.get("account", ""),
         weight=record.get("weight", 1),
@@ -204,6 +230,7 @@ def read_request(record: Record) -> Request:
         spans=tuple(ContentSpan(**span) for span in record.get("spans", ())),
         num_encoder_tokens=record.get("num_encoder_tokens", 0),
         blockers=set(record.get("blockers", ())),
+        is_resumable=record.get("session", False),
     )
 
 
@@ -234,6 +261,8 @@ def _output_record(output: RequestOutput) -> Record:
     }
     if output.num_cached_tokens is not None:
         record["cached_tokens"] = output.num_cached_tokens
+    if output.continues:
+        record["continues"] = True
     return record
 
 

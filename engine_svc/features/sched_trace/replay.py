@@ -26,6 +26,7 @@ from engine_svc.features.sched_trace.records import (
     encode,
     output_records,
     read_request,
+    read_segment,
     read_verdict,
 )
 from engine_svc.features.sched_trace.retention import RecordedRetention
@@ -182,6 +183,12 @@ class Playback:
             case "add":
                 self.run.num_requests += 1
                 scheduler.add(read_request(event["request"]))
+            case "extend":
+                self._check(event, scheduler.extend(event["id"], read_segment(event), at))
+            case "close":
+                self._check(event, scheduler.extend(event["id"], None, at))
+            case "cancel_turn":
+                scheduler.cancel_turn(event["id"])
             case "unblock":
                 scheduler.unblock(event["id"], event["name"])
             case "abort":

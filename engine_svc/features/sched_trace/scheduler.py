@@ -12,7 +12,7 @@ from typing import Protocol
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.config import EngineConfig
 from engine_svc.core.extras import Extra
-from engine_svc.core.request import FinishReason, Request, RequestOutput
+from engine_svc.core.request import FinishReason, InputSegment, Request, RequestOutput
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.sched_trace.file import TraceFile, file_of
 from engine_svc.features.sched_trace.records import (
@@ -24,6 +24,7 @@ from engine_svc.features.sched_trace.records import (
     output_records,
     prefix_cache_events,
     request_record,
+    segment_record,
     snapshot,
     verdict_record,
 )
@@ -112,6 +113,7 @@ class TracedScheduler:
         self._num_items = 0  # ids and tokens in them
         self._admitted: set[str] = set()  # requests that have been admitted before
         self._judged: dict[str, Request] = {}  # those that a feature may end
+        self._resumable: dict[str, Request] = {}
         self._jobs: dict[str, str] = {}  # of requests that have one
         self._changes: list[Change] = []  # of what is retained, not recorded yet
         self.call = ""  # of a feature, in which they happen
@@ -139,10 +141,29 @@ class TracedScheduler:
         # Recorded afterwards: features may have added blockers.
         if self._sink.is_open:
             self._note({"op": "add", "request": request_record(request)}, request.num_tokens)
-            if request.needs_verdict:
-                self._judged[request.request_id] = request
-            if request.job:
-                self._jobs[request.request_id] = request.job
+            if request.is_resumable:
+                self._resumable[request.request_id] = request
+            self._begin_turn(request)
+
+    def segment_refusal(self, request_id: str, segment: InputSegment) -> str | None:
+        return self._scheduler.segment_refusal(request_id, segment)
+
+    def extend(self, request_id: str, segment: InputSegment | None, now: float) -> list[RequestOutput]:
+        outputs = self._scheduler.extend(request_id, segment, now)
+        if self._sink.is_open:
+            event: Record = {"op": "extend" if segment else "close", "at": now, "id": request_id}
+            request = self._resumable.get(request_id)
+            if segment is not None and request is not None:
+                waits = segment in request.segments
+                blockers = segment.blockers if waits else request.blockers
+                event |= segment_record(segment, blockers)
+                self._begin_turn(request)
+            self._note_outputs(event, outputs, 1 + len(segment.token_ids if segment else ()))
+        return outputs
+
+    def cancel_turn(self, request_id: str) -> None:
+        self._scheduler.cancel_turn(request_id)
+        self._note({"op": "cancel_turn", "id": request_id}, 1)
 
     def unblock(self, request_id: str, name: str) -> None:
         self._scheduler.unblock(request_id, name)
@@ -228,6 +249,12 @@ class TracedScheduler:
         if self._sink.is_open:
             self._put_snapshot()
 
+    def _begin_turn(self, request: Request) -> None:
+        if request.needs_verdict:
+            self._judged[request.request_id] = request
+        if request.job:
+            self._jobs[request.request_id] = request.job
+
     def _verdicts(self, request_ids: Iterable[str]) -> dict[str, Record]:
         """How features ended those of these requests that they did end."""
         judged = (self._judged[request_id] for request_id in request_ids if request_id in self._judged)
@@ -245,11 +272,13 @@ class TracedScheduler:
 
     def _note_outputs(self, event: Record, outputs: Sequence[RequestOutput], num_items: int) -> None:
         event["outputs"] = output_records(outputs)
-        for output in event["outputs"]:
-            if output["finish"] is not None:
-                self._admitted.discard(output["id"])
-                self._judged.pop(output["id"], None)
-                self._jobs.pop(output["id"], None)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._admitted.discard(output.request_id)
+                self._judged.pop(output.request_id, None)
+                self._jobs.pop(output.request_id, None)
+                if not output.continues:
+                    self._resumable.pop(output.request_id, None)
         self._note(event, num_items)
 
     def _note(self, event: Record, num_items: int) -> None:

@@ -75,7 +75,6 @@ def entry_with(**fields: object) -> add_pb2.AddEntry:
         ("media", [add_pb2.MediaItem()]),
         ("bad_words", [add_pb2.TokenSequence(token_ids=b"\1\0\0\0")]),
         ("is_token", b"\1"),
-        ("resumable", True),
     ],
 )
 def test_a_field_that_no_feature_reads_is_refused_by_name(name: str, value: object):
@@ -115,7 +114,7 @@ def test_parameters_of_stages_become_one_extra_of_those_that_are_set():
 
 def test_the_features_of_an_engine_read_none_of_the_fields_that_are_still_to_come():
     features = make_wire_features(enable_prompt_embeds=True)
-    for name, value in (("adapter", "a"), ("media", [add_pb2.MediaItem()]), ("resumable", True)):
+    for name, value in (("adapter", "a"), ("media", [add_pb2.MediaItem()])):
         with pytest.raises(Unimplemented, match=name):
             features.parse(entry_with(**{name: value}), AddContext(make_facts(), None, [1, 2]))
 

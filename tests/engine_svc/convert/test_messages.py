@@ -205,7 +205,6 @@ def test_a_parameter_that_cannot_be_served_is_refused_by_name(changes):
         add_pb2.AddEntry(media=[add_pb2.MediaItem()]),
         add_pb2.AddEntry(prompt_embeds=tensor_pb2.Tensor()),
         add_pb2.AddEntry(pooling=sampling_pb2.PoolingParams()),
-        add_pb2.AddEntry(resumable=True),
     ],
     ids=lambda entry: entry.ListFields()[0][0].name,
 )

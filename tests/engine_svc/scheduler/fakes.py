@@ -92,6 +92,7 @@ class Stage:
         async_scheduling: bool = False,
         pipeline_stages: int = 1,
         prefill_share: float = 0.5,
+        holds_idle: bool = False,
         groups: Sequence[AttentionKind] = (),
     ) -> None:
         config = SchedulerConfig(
@@ -108,6 +109,7 @@ class Stage:
             max_steps_in_flight=pipeline_stages + async_scheduling,
             pipeline_stages=pipeline_stages,
             prefill_share=prefill_share,
+            holds_idle=holds_idle,
         )
         core = build_core(
             config,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine_svc.core.request import FinishReason, Request, RequestStatus
+from engine_svc.core.extras import Extra, Extras
+from engine_svc.core.request import FinishReason, InputSegment, PrefillStats, Request, RequestStatus
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.turns import INPUT, begin_turn, settle_turn
 from tests.engine_svc.core_state import num_unfinished
 from tests.engine_svc.scheduler.doubles import Loader
@@ -77,14 +80,90 @@ def test_each_turn_has_limits_of_its_own():
     assert resumable.token_ids == [1, 2, 3, 10, 4, 5, EOS]
 
 
-def test_a_later_turn_is_no_first_admission_and_its_output_no_first_output():
+def test_each_turn_has_times_and_a_first_output_of_its_own():
     stage, resumable = _after_first_turn()
+    assert resumable.timeline.finished_at == 2.0
+    stage.scheduler.extend("a", segment(4, 5), now=2.5)
+    [output] = stage.update(stage.schedule())
+    assert output.num_cached_tokens == resumable.num_cached_tokens == 4
+    assert output.first.prefill == PrefillStats(num_prompt_tokens=6, num_chunks=1, queue_s=0.5, prefill_s=0.0)
+    assert resumable.timeline.events == [("scheduled", 3.0), ("first_token", 3.0)]
+    assert (resumable.timeline.queued_at, resumable.finish_reason) == (2.5, None)
+
+
+class _Turns(SchedulerFeature):
+    """Notes the hooks of requests and turns, with their extras; blocks a turn that has any."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, Extras]] = []
+
+    def on_add(self, request: Request) -> None:
+        self.calls.append(("add", request.num_tokens, request.extras))
+        request.blockers |= {"extras"} if request.extras else set()
+
+    def on_finish(self, request: Request) -> None:
+        self.calls.append(("finish", request.num_tokens, request.extras))
+
+
+def test_to_features_a_turn_is_as_a_request():
+    hooks, extra = _Turns(), {Extra: Extra()}
+    stage, resumable = _after_first_turn(features=[hooks])
+    stage.scheduler.extend("a", InputSegment([4, 5], SamplingParams(max_tokens=1), extras=extra), now=3.0)
+    assert (resumable.status, resumable.blockers) == (RequestStatus.BLOCKED, {"extras"})
+    stage.scheduler.unblock("a", "extras")
+    stage.step()
+    stage.scheduler.extend("a", None, now=4.0)
+    assert hooks.calls == [
+        ("add", 3, {}), ("finish", 5, {}), ("add", 6, extra), ("finish", 7, extra), ("finish", 6, extra),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_the_next_token_is_the_last_of_a_turn_that_is_cancelled(async_scheduling: bool):
+    stage = Stage(async_scheduling=async_scheduling)
+    resumable = session("a", 3)
+    stage.add(resumable)
+    stage.step()
+    plan = stage.schedule()
+    stage.scheduler.cancel_turn("a")
+    [output] = stage.update(plan)
+    assert (output.finish_reason, output.continues) == (FinishReason.ABORT, True)
+    stage.scheduler.cancel_turn("a")
     stage.scheduler.extend("a", segment(4, 5), now=3.0)
     [output] = stage.update(stage.schedule())
-    assert output.num_cached_tokens is None
-    assert resumable.timeline.events == [("scheduled", 1.0), ("first_token", 1.0), ("resumed", 3.0)]
-    assert (resumable.timeline.scheduled_at, resumable.timeline.first_token_at) == (1.0, 1.0)
-    assert (resumable.num_preemptions, resumable.num_cached_tokens) == (0, 0)
+    assert (output.finish_reason, resumable.output_token_ids) == (None, [NEW_TOKEN])
+
+
+def test_a_cancelled_turn_whose_next_token_is_a_stop_token_stops():
+    stage = Stage()
+    stage.add(session("a", 3))
+    stage.scheduler.cancel_turn("a")
+    [output] = stage.update(stage.schedule(), {"a": [STOP]})
+    assert (output.finish_reason, output.stop_token_id) == (FinishReason.STOP, STOP)
+
+
+def test_a_request_that_takes_no_further_input_cannot_be_cancelled_by_turn():
+    stage = Stage()
+    stage.add(request("a", 3))
+    stage.scheduler.cancel_turn("a")
+    [output] = stage.update(stage.schedule())
+    assert output.finish_reason is None
+
+
+def test_resumable_requests_and_idle_ones_are_counted():
+    stage = Stage()
+    counts = []
+    stage.add(session("a", 3), session("b", 3), request("c", 3))
+    for call in (
+        lambda: stage.step({"a": [STOP], "b": [STOP]}),
+        lambda: stage.scheduler.extend("a", segment(4), now=2.0),
+        lambda: stage.scheduler.abort(["a", "c"], now=3.0),
+        lambda: stage.scheduler.extend("b", None, now=4.0),
+    ):
+        counts.append((stage.scheduler.stats().num_resumable, stage.scheduler.stats().num_idle))
+        call()
+    counts.append((stage.scheduler.stats().num_resumable, stage.scheduler.stats().num_idle))
+    assert counts == [(2, 0), (2, 2), (2, 1), (1, 1), (0, 0)]
 
 
 def test_a_segment_that_comes_before_its_turn_waits_for_it():
@@ -248,7 +327,7 @@ def test_a_turn_that_ends_with_a_full_block_hashes_what_takes_its_place():
     resumable.num_computed_tokens = 7
     settle_turn(resumable, hash_block_size=4)
     assert (resumable.num_tokens, resumable.block_hashes, resumable.num_computed_tokens) == (7, [b"one"], 7)
-    begin_turn(resumable, segment(4, 5, max_tokens=3), max_model_len=100)
+    begin_turn(resumable, segment(4, 5, max_tokens=3), max_model_len=100, now=0.0)
     assert (resumable.token_ids[-2:], resumable.num_prompt_tokens, resumable.num_tokens) == ([4, 5], 9, 9)
     assert (resumable.max_num_tokens, resumable.sampling.max_tokens) == (12, 3)
 

@@ -111,6 +111,25 @@ def test_what_is_retained_replays_without_the_feature_that_retains_it(name: str)
     assert {cause for cause in causes if not seen[cause]} == set()
 
 
+TURNS = {
+    "hold": Setup(replace(SCHEDULER, holds_idle=True), CACHE, "priority"),
+    "hold, in flight": Setup(replace(ASYNC, holds_idle=True), CACHE),
+    **{name: SETUPS[name] for name in ("fair", "fcfs, in flight", "drafts by gain, in flight", "no cache")},
+}
+
+
+@pytest.mark.parametrize("setup", TURNS.values(), ids=TURNS)
+def test_turns_replay(setup: Setup):
+    seen: Counter[str] = Counter()
+    for seed in range(2):
+        tracing = Tracing(setup, [OddEnds()])
+        traffic = Traffic(tracing, setup.scheduler, seed, has_turns=True)
+        traffic.run(250)
+        assert replayed(tracing.end()).difference is None
+        seen += traffic.seen
+    assert seen["turns"] > 5
+
+
 def test_a_record_names_the_job_of_a_request_and_those_whose_blocks_are_retained():
     keeper = Keeper()
     tracing = Tracing(SETUP, [keeper])

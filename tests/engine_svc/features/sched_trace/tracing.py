@@ -13,7 +13,7 @@ from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.core.extras import Extra, Extras
-from engine_svc.core.request import FinishReason, Request, RequestOutput, Verdict
+from engine_svc.core.request import FinishReason, InputSegment, Request, RequestOutput, Verdict
 from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.sched_trace.records import Record, Setup, encode
@@ -167,7 +167,13 @@ class Tracing:
 class Traffic:
     """Random commands, tokens and failures for a traced scheduler, in the order of an engine's loop."""
 
-    def __init__(self, tracing: Tracing, config: SchedulerConfig, seed: int) -> None:
+    def __init__(
+        self, tracing: Tracing, config: SchedulerConfig, seed: int, *, has_turns: bool = False
+    ) -> None:
+        """has_turns: some requests take further input."""
+        self._has_turns = has_turns
+        self._resumable: list[str] = []
+        self._idle: list[str] = []  # whose turn has ended
         self._scheduler = tracing.scheduler
         self._config = config
         self._rng = random.Random(seed)
@@ -225,12 +231,35 @@ class Traffic:
             ended = rng.sample(self._alive, min(len(self._alive), rng.randrange(1, 3)))
             reason = rng.choice((FinishReason.ABORT, FinishReason.ERROR))
             self._note_ends(self._scheduler.abort(iter([*ended, "unknown"]), self._now, "gone", reason))
+        if self._resumable:
+            self._command_turn(rng.choice(self._resumable))
         if rng.random() < 0.05:
             self._scheduler.set_pause(rng.choice([PauseState.NONE, *PauseState]))
         if rng.random() < 0.02:
             self.seen["reset"] += self._scheduler.reset_prefix_cache(
                 self._now, reset_running=rng.random() < 0.5
             )
+
+    def _command_turn(self, request_id: str) -> None:
+        """Cancel the turn of a request, or close it, whether or not its turn has ended; or extend it."""
+        rng = self._rng
+        if rng.random() < 0.1:
+            self._scheduler.cancel_turn(request_id)
+        elif rng.random() < 0.1:
+            self._resumable.remove(request_id)
+            self._note_ends(self._scheduler.extend(request_id, None, self._now))
+        elif request_id in self._idle and rng.random() < 0.5:
+            self._idle.remove(request_id)
+            own = [rng.randrange(3, 9) for _ in range(rng.randrange(1, 6))]
+            sampling = SamplingParams(rng.randrange(1, 6), eos_token_id=EOS, repetition=RepetitionLimits(2))
+            is_blocked = rng.random() < 0.2
+            blockers = frozenset({"preparation"} if is_blocked else ())
+            segment = InputSegment(own, sampling, rng.choice((None, self._now)), blockers=blockers)
+            if self._scheduler.segment_refusal(request_id, segment) is not None:
+                self._note_ends(self._scheduler.abort([request_id], self._now))
+                return
+            self._scheduler.extend(request_id, segment, self._now)
+            self._blocked += [request_id] * is_blocked
 
     def _add(self) -> None:
         rng = self._rng
@@ -261,6 +290,9 @@ class Traffic:
         if rng.random() < 0.1:
             request.blockers.add("preparation")
             self._blocked.append(request.request_id)
+        if self._has_turns and rng.random() < 0.5:
+            request.is_resumable = True
+            self._resumable.append(request.request_id)
         self._num_added += 1
         self._alive.append(request.request_id)
         self._scheduler.add(request)
@@ -299,4 +331,10 @@ class Traffic:
         for output in outputs:
             if output.finish_reason is not None:
                 self.seen[output.finish_reason.value] += 1
+                if output.continues:
+                    self.seen["turns"] += 1
+                    self._idle.append(output.request_id)
+                    continue
                 self._alive.remove(output.request_id)
+                if output.request_id in self._resumable:
+                    self._resumable.remove(output.request_id)
