@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 
@@ -30,6 +31,7 @@ class Turn:
 
     sampling: sampling_pb2.SamplingParams
     prompt: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     reason: int = output_pb2.FINISH_REASON_UNSPECIFIED
     has_next: bool = True
@@ -66,6 +68,7 @@ class Session:
             response = message.response
             if response.HasField("started"):
                 turn.prompt = list(response.started.prompt_token_ids)
+                turn.num_cached_tokens = response.started.num_cached_tokens
             turn.token_ids += response.delta.token_ids
             if response.HasField("finished"):
                 turn.reason, turn.has_next = response.finished.reason, message.turn_ended
@@ -126,6 +129,10 @@ async def test_turns_have_the_ids_of_whole_requests_and_leave_nothing(llama: str
             session.call.cancel()
         await view.until(lambda stats: stats.num_used_blocks == stats.num_running == stats.num_waiting == 0)
         await check(stub, sessions)
+    for session in sessions:
+        for before, turn in pairwise(session.turns):
+            # All but the token sampled last was computed, and is kept to the token.
+            assert turn.num_cached_tokens == len(before.prompt) + len(before.token_ids) - 1
 
 
 @pytest.mark.chaos
