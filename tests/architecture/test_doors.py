@@ -68,6 +68,7 @@ LIMITED_OTHERWISE = {
     "engine_svc/runner/executor.py": "steps in flight",
     "triptych_kit/server.py": "signals of an operator",
     "triptych_cli/engines/in_process.py": "messages of the one client in the same process",
+    "triptych_cli/offline/session.py": "an input and the answer to it: turns follow one another",
 }
 QUEUES = {"Queue", "LifoQueue", "PriorityQueue", "SimpleQueue"}
 UNSAFE_CALLS = {"eval", "exec", "pickle.load", "pickle.loads", "marshal.loads", "yaml.load", "os.system"}

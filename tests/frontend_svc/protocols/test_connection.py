@@ -203,10 +203,12 @@ async def test_one_connection_too_many_closes_the_one_that_waits_longest_and_is_
 
 async def hold(stack: contextlib.AsyncExitStack, app: App, address: str, *asks: bytes) -> list[RawConnection]:
     """Connections whose requests have begun and are not answered."""
-    connections = [await stack.enter_async_context(connected(address)) for _ in asks]
     num_open = app.num_open
-    for connection, ask in zip(connections, asks, strict=True):
-        await connection.send(ask)
+    connections = []
+    for ask in asks:
+        # One that waits for its request may be closed for the next.
+        connections.append(await stack.enter_async_context(connected(address)))
+        await connections[-1].send(ask)
     await until(lambda: app.num_open == num_open + len(asks))
     return connections
 
