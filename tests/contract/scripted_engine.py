@@ -44,7 +44,7 @@ _SERVED = {
     "orphan_grace_ms", "resume_state", "trace_context", "skip_reading_prefix_cache",
 }  # fmt: skip
 _HINTS = {
-    "external_request_id", "data_parallel_rank",
+    "external_request_id", "data_parallel_rank", "job_id", "is_last_step", "tool_name",
 }  # fmt: skip
 _SERVED_SAMPLING = {"temperature", "max_tokens", "ignore_eos", "stop_token_ids", "seed", "max_draft_tokens"}
 # These are served where they change nothing: a hash has no distribution.
@@ -445,6 +445,8 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                 session.send(utility_result=result)
             case "goodbye":
                 self.on_goodbye(session)
+            case "finish_hint":
+                pass  # No blocks are kept for a job.
             case None:
                 self.on_unknown(session)
 

@@ -20,7 +20,7 @@ class History:
         self.answers = [request.output_token_ids]
         self.endings: list[tuple[FinishReason, int | None]] = []
         self.has_ended = False
-        self._has_output = False
+        self._has_output = False  # of the present turn
 
     @property
     def num_tokens(self) -> int:
@@ -31,8 +31,10 @@ class History:
         request_id, reason = output.request_id, output.finish_reason
         if self.has_ended:
             raise BrokenInvariant("terminal-once", f"{request_id} has an output behind its last")
-        if (output.num_cached_tokens is None) is not self._has_output:
-            raise BrokenInvariant("order", f"{request_id}: only the first output reports cached tokens")
+        # An end between two turns is of none.
+        is_first = not self._has_output and len(self.endings) < len(self.turns)
+        if (output.num_cached_tokens is not None) is not is_first:
+            raise BrokenInvariant("order", f"{request_id}: only the first of a turn reports cached tokens")
         self._has_output = True
         self.answers[-1] += output.new_token_ids
         if reason is None:
@@ -41,6 +43,7 @@ class History:
             return
         self.endings.append((reason, output.stop_token_id))
         if output.continues:
+            self._has_output = False
             self.answers.append([])
             return
         self.has_ended = True
