@@ -61,6 +61,8 @@ class Request:
     embeds: tensor_pb2.Tensor | None = None
     is_token: bytes = b""
     adapter: str = ""
+    job_id: str = ""
+    is_last_step: bool = False
     adapter_digest: str = ""  # once it is sent
     request_id: str = field(default_factory=lambda: secrets.token_hex(16))
     attempt: int = 0
@@ -84,6 +86,8 @@ class Request:
             is_token=self.is_token,
             adapter=self.adapter,
             adapter_digest=self.adapter_digest,
+            job_id=self.job_id,
+            is_last_step=self.is_last_step,
         )
         if others_may_adopt and self.orphan_grace_ms:
             entry.orphan_grace_ms, entry.resume_state = self.orphan_grace_ms, b"scripted"
@@ -176,6 +180,13 @@ class EngineLink:
         for handle, running in self.requests.items():
             if running is request:
                 self.send(abort=engine_pb2.Abort(handles=[handle], reason=reason))
+                if reason == engine_pb2.ABORT_REASON_STOP_STRING:
+                    self._hint(handle, request)
+
+    def _hint(self, handle: int, request: Request) -> None:
+        """Calls are not parsed here: which tool follows is not known."""
+        if request.job_id and not request.is_last_step:
+            self.send(finish_hint=session_pb2.FinishHint(handle=handle))
 
     def send(self, **content: Any) -> None:
         self._outgoing.put_nowait(engine_pb2.ConnectRequest(**content))
@@ -385,6 +396,7 @@ class EngineLink:
             if request is not None and not request.is_aborted:
                 refused = _Refused.of(finished.code, finished.message) if finished.code else None
                 request.events.put_nowait(refused or finished.reason)
+                self._hint(handles[finished.row], request)
 
     def _lose_requests(self) -> None:
         lost, self.requests = self.requests, {}
@@ -474,6 +486,8 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
                 embeds,
                 is_token,
                 request.adapter,
+                request.job_id,
+                request.is_last_step,
             )
             for index in range(max(1, request.sampling.n))
         ]
@@ -539,7 +553,8 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
             asyncio.get_running_loop().call_later(_RECONNECT_LIMIT_S, self._give_up, request)
             return
         self._turn += 1
-        link = preferred[self._turn % len(preferred)]
+        turn = sum(request.job_id.encode()) or self._turn
+        link = preferred[turn % len(preferred)]
         request.adapter_digest = link.adapters.get(request.adapter, "")
         link.add(request)
 
