@@ -391,6 +391,10 @@ class Frontend {
       call.emit("error", { code: grpc.status.UNIMPLEMENTED, details: "adapter is not served" });
       return;
     }
+    if (call.request.job_id) {
+      call.emit("error", { code: grpc.status.UNIMPLEMENTED, details: "job_id is not served" });
+      return;
+    }
     const { n, seed, stop = [], ...sampling } = call.request.sampling || {};
     const firstSeed = seed ? BigInt(seed) : random64();
     const open = new Set();

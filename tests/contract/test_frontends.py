@@ -21,7 +21,7 @@ SHORT_LIMIT_S = 2.0
 # Cases of what the frontend in JavaScript does not serve: adoption, embeddings and adapters.
 NOT_SERVED_IN_JAVASCRIPT = {
     "request_to_adopt", "small_tensor", "large_tensor", "lost_blob", "named_adapter", "unannounced_adapter",
-    "same_content",
+    "same_content", "turns_of_a_job", "engine_of_a_job", "hint_after_end", "hint_after_stop_string",
 }  # fmt: skip
 
 
