@@ -16,6 +16,7 @@ from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.loading.folder import read_json_object
 from engine_svc.model.loading.safetensors_file import SafetensorsFile
 from engine_svc.model.loading.weights import WeightReader
+from triptych_kernels import as_tensor
 
 Head = Callable[[Tensor], Tensor]
 _LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -94,7 +95,9 @@ def read_token_head(spec: PoolingSpec, reader: WeightReader, folder: Path) -> He
     """Classes from the logits of `spec.class_tokens`, computed in fp32. Raises CheckpointError."""
     ids = _token_ids(folder, spec.class_tokens)
     name = _LM_HEAD if _LM_HEAD in reader.names else _EMBEDDING
-    weight = torch.cat([reader.read_slice(name, 0, token_id, token_id + 1) for token_id in ids]).float()
+    weight = torch.cat(
+        [as_tensor(reader.read_slice(name, 0, token_id, token_id + 1)) for token_id in ids]
+    ).float()
     if spec.compares_tokens:
         weight = weight[1:] - weight[:1]
     return lambda states: nn.functional.linear(states.float(), weight)

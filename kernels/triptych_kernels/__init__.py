@@ -19,12 +19,14 @@ from triptych_kernels.ops import (
     PackLinear,
     Penalised,
 )
+from triptych_kernels.quantized import JoinedWeight, QuantizedWeight, Weight, as_tensor, join_rows
 from triptych_kernels.reference import REFERENCE, uniform_noise
 
 __all__ = [
-    "LARGE_PAGE_BYTES", "REFERENCE", "AttentionBatch", "DenseLayer", "Experts", "FusedLayers",
-    "LayerLowRank", "Linear", "LowRank", "LowRankMatrices", "Ops", "PackLinear", "Penalised", "ops_for",
-    "populate", "prefer_large_pages", "prefer_small_pages", "set_num_threads", "uniform_noise",
+    "LARGE_PAGE_BYTES", "REFERENCE", "AttentionBatch", "DenseLayer", "Experts", "FusedLayers", "JoinedWeight",
+    "LayerLowRank", "Linear", "LowRank", "LowRankMatrices", "Ops", "PackLinear", "Penalised",
+    "QuantizedWeight", "Weight", "as_tensor", "join_rows", "ops_for", "populate", "prefer_large_pages",
+    "prefer_small_pages", "set_num_threads", "uniform_noise",
 ]  # fmt: skip
 
 

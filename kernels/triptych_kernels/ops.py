@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.attention_batch import AttentionBatch
+from triptych_kernels.quantized import ExpertWeights, Weight
 
 
 class Linear(Protocol):
@@ -136,7 +137,7 @@ class PackLinear(Protocol):
 
     def __call__(
         self,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None = None,
         *,
         out_dtype: torch.dtype | None = None,
@@ -144,16 +145,17 @@ class PackLinear(Protocol):
     ) -> Linear:
         """weight: [N, K], bias: [N].  out_dtype: of the result, None is x's.
 
-        quantization: "" keeps the weight's dtype; "int8" stores int8 with one fp32 scale per output
-        (symmetric, absolute maximum over 127); ValueError if the device has no such kernel.
+        quantization: "" keeps the weight as it is; "int8" stores int8 with one fp32 scale per output
+        (symmetric, absolute maximum over 127); ValueError if the device has no such kernel. A weight
+        that is quantized already, in a way that the device has no kernel for, is dequantized.
         """
 
 
 class PackExperts(Protocol):
     """Packs experts' weights once, at load."""
 
-    def __call__(self, gate_up: Tensor, down: Tensor, *, first_expert: int = 0) -> Experts:
-        """gate_up: [E, 2 F, hidden], gates first.  down: [E, hidden, F].
+    def __call__(self, gate_up: ExpertWeights, down: ExpertWeights, *, first_expert: int = 0) -> Experts:
+        """Of each expert, gate_up: [2 F, hidden], gates first; down: [hidden, F].
 
         They are experts first_expert to first_expert + E - 1 of the model.
         """

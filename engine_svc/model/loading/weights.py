@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import EllipsisType
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor
@@ -13,9 +15,24 @@ from engine_svc.model.errors import CheckpointError
 from engine_svc.model.loading.checkpoint import Tensors
 from engine_svc.model.loading.progress import Progress
 from engine_svc.model.loading.safetensors_file import SafetensorsFile, StoredTensor
+from triptych_kernels import QuantizedWeight, as_tensor
 
 # Of a decoder that was saved without its head: its names lack the prefix of the body.
 _EMBEDDING = "embed_tokens.weight"
+
+
+class WeightSource(Protocol):
+    """A weight that is stored as something else: the tensors of the files that it is made of, and how."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Their names, as the files have them; they are no weights of their own."""
+
+    def read(self, read: Callable[[str], Tensor]) -> Tensor | QuantizedWeight:
+        """The weight.  read: a tensor as stored, by its name. Raises CheckpointError for broken content."""
 
 
 class WeightReader:
@@ -24,7 +41,8 @@ class WeightReader:
     Progress counts bytes of the phase "weights"; `finish` ends it. Floating point tensors come in `dtype`
     (None: as stored), all on `device`. If two files have the same name, the later file's tensor is used.
     `replaced` are tensors from elsewhere that take the place of those of the files. `body` is the prefix that
-    a decoder's names get where it was saved without its head, and they lack it.
+    a decoder's names get where it was saved without its head, and they lack it. `sources` are the weights
+    that are stored as other tensors, by the names that they would have in the files.
     Several threads may read; progress is reported under a lock, in the thread that reads.
     `names` are the tensors of the checkpoint.
     Raises CheckpointError for files that cannot be read and names that they lack.
@@ -39,19 +57,23 @@ class WeightReader:
         dtype: torch.dtype | None = None,
         replaced: Tensors | None = None,
         body: str = "",
+        sources: Mapping[str, WeightSource] | None = None,
     ) -> None:
         self.files = [SafetensorsFile(path) for path in files]
         entries = {name: (file, entry) for file in self.files for name, entry in file.tensors.items()}
         prefix = body if _EMBEDDING in entries else ""
         self._stored = {prefix + name: entry for name, entry in entries.items()}
-        self.names = frozenset(self._stored)
+        self._sources = {prefix + name: source for name, source in (sources or {}).items()}
+        self._prefix = prefix
+        parts = {prefix + part for source in self._sources.values() for part in source.tensors}
+        self.names = frozenset(self._stored.keys() - parts | self._sources.keys())
         self.replaced = {prefix + name: entry for name, entry in (replaced or {}).items()}
         for name, (file, stored) in self.replaced.items():
             shape = self.shape(name)
             if stored.shape != shape:
                 raise CheckpointError(f"{file.path}: {name} has shape {stored.shape}, it replaces {shape}")
         self._stored |= self.replaced
-        self._unread = dict.fromkeys(self._stored)
+        self._unread = {name: None for name in (*self._stored, *self._sources) if name in self.names}
         self._device = torch.device(device)
         self._dtype = dtype
         self._progress = progress
@@ -62,7 +84,8 @@ class WeightReader:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""
-        return self._find(name)[1].shape
+        source = self._sources.get(name)
+        return self._find(name)[1].shape if source is None else source.shape
 
     def main_dtype(self) -> torch.dtype | None:
         """The floating point dtype of the first tensor that has one."""
@@ -74,22 +97,35 @@ class WeightReader:
         self._dtype = dtype
 
     def read(self, name: str) -> Tensor:
-        """The tensor, in memory of its own."""
-        return self._converted(self.read_stored(name))
+        """The tensor, in memory of its own; a quantized weight is dequantized."""
+        return as_tensor(self.read_weight(name))
+
+    def read_weight(self, name: str) -> Tensor | QuantizedWeight:
+        """The weight, in memory of its own; a quantized one stays so, for rows of the reader's dtype."""
+        return self._converted(self._stored_weight(name))
 
     def read_stored(self, name: str) -> Tensor:
-        """The tensor as stored, in host memory."""
-        file, stored = self._find(name)
-        return self._counted(name, file.read(stored))
+        """The tensor as stored, in host memory; a quantized weight is dequantized."""
+        weight = self._stored_weight(name)
+        return weight if isinstance(weight, Tensor) else weight.to(dtype=self._dtype).dequantize()
 
-    def read_slice(self, name: str, dim: int, start: int, end: int) -> Tensor:
-        """Indices start to end - 1 of dimension `dim`, in memory of their own; the rest is not read."""
-        file, stored = self._find(name)
-        if not 0 <= dim < len(stored.shape) or not 0 <= start <= end <= stored.shape[dim]:
+    def read_slice(self, name: str, dim: int, start: int, end: int) -> Tensor | QuantizedWeight:
+        """Indices start to end - 1 of dimension `dim` of a weight, which stays quantized if it is.
+
+        In memory of their own; the rest is not kept.
+        """
+        shape = self.shape(name)
+        if not 0 <= dim < len(shape) or not 0 <= start <= end <= shape[dim]:
             raise CheckpointError(
-                f"{name} has shape {stored.shape}: it has no indices {start} to {end} in dimension {dim}"
+                f"{name} has shape {shape}: it has no indices {start} to {end} in dimension {dim}"
             )
-        return self._converted(self._counted(name, file.read_slice(stored, dim, start, end)))
+        if name not in self._sources:
+            file, stored = self._stored[name]
+            return self._converted(self._counted(name, file.read_slice(stored, dim, start, end)))
+        weight = self._stored_weight(name)
+        if isinstance(weight, Tensor):
+            return self._converted(weight.narrow(dim, start, end - start).clone())
+        return self._converted(weight.columns(start, end) if dim else weight.rows(start, end))
 
     def unread(self) -> list[str]:
         """Names of the tensors that have not been read."""
@@ -99,6 +135,18 @@ class WeightReader:
         """Report that reading is over, even if tensors were left unread."""
         self._done = self._total
         self._progress("weights", self._total, self._total)
+
+    def _stored_weight(self, name: str) -> Tensor | QuantizedWeight:
+        source = self._sources.get(name)
+        if source is None:
+            return self._read_part(name)
+        with self._lock:
+            self._unread.pop(name, None)
+        return source.read(lambda part: self._read_part(self._prefix + part))
+
+    def _read_part(self, name: str) -> Tensor:
+        file, stored = self._find(name)
+        return self._counted(name, file.read(stored))
 
     def _find(self, name: str) -> tuple[SafetensorsFile, StoredTensor]:
         stored = self._stored.get(name)
@@ -114,9 +162,15 @@ class WeightReader:
             self._progress("weights", self._done, self._total)
         return tensor
 
-    def _converted(self, tensor: Tensor) -> Tensor:
-        dtype = self._dtype if tensor.is_floating_point() else None
-        return tensor.to(device=self._device, dtype=dtype)
+    @overload
+    def _converted(self, weight: Tensor) -> Tensor: ...
+    @overload
+    def _converted(self, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight: ...
+    def _converted(self, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
+        if isinstance(weight, Tensor):
+            dtype = self._dtype if weight.is_floating_point() else None
+            return weight.to(device=self._device, dtype=dtype)
+        return weight.to(device=self._device, dtype=self._dtype)
 
 
 class LazyTensor:

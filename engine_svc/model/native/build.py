@@ -25,7 +25,7 @@ from engine_svc.model.native.layers import (
 )
 from engine_svc.model.native.spec import DecoderSpec, ExpertsSpec
 from engine_svc.model.parallel import Parallel
-from triptych_kernels import Experts, Linear, Ops, PackLinear
+from triptych_kernels import Experts, Linear, Ops, PackLinear, QuantizedWeight, Weight, as_tensor, join_rows
 
 
 def expert_range(num_experts: int, rank: int, size: int) -> tuple[int, int]:
@@ -147,7 +147,7 @@ class DecoderBuilder:
         if spec.ties_embeddings and name not in self.weights.names:
             name = "model.embed_tokens.weight"
         share = spec.vocab_size // parallel.tp_size
-        weight = self._read(name, (spec.vocab_size, spec.hidden_size), 0, share * parallel.tp_rank, share)
+        weight = self._weight(name, (spec.vocab_size, spec.hidden_size), 0, share * parallel.tp_rank, share)
         head = self.ops.pack_linear(weight, out_dtype=torch.float32)
         is_counted = name.startswith("model.") and parallel.pp_rank == 0
         self.num_parameters += 0 if is_counted else weight.numel()
@@ -240,7 +240,7 @@ class DecoderBuilder:
         if self.share is not None:
             rank, ranks = self.share.rank, self.share.size
         packed = self._experts(prefix, experts, *expert_range(experts.num_experts, rank, ranks))
-        router = self._read(prefix + experts.router_name + ".weight", (experts.num_experts, hidden))
+        router = self._weight(prefix + experts.router_name + ".weight", (experts.num_experts, hidden))
         mixture = MixtureOfExperts(
             router=self._packed(router, None, "", self.ops.pack_linear),
             experts=packed,
@@ -266,11 +266,11 @@ class DecoderBuilder:
                 prefix + name.format(expert) + ".weight" for name in (experts.gate_name, experts.up_name)
             ]
             gate_up.append(
-                torch.cat([self._read(name, (total, hidden), 0, rank * share, share) for name in names])
+                join_rows([self._weight(name, (total, hidden), 0, rank * share, share) for name in names])
             )
             name = prefix + experts.down_name.format(expert) + ".weight"
-            down.append(self._read(name, (hidden, total), 1, rank * share, share))
-        packed = self.ops.pack_experts(torch.stack(gate_up), torch.stack(down), first_expert=first)
+            down.append(self._weight(name, (hidden, total), 1, rank * share, share))
+        packed = self.ops.pack_experts(gate_up, down, first_expert=first)
         self.num_parameters += 3 * (end - first) * share * hidden
         self.num_bytes += packed.num_bytes
         return packed
@@ -279,9 +279,9 @@ class DecoderBuilder:
         self, parts: list[tuple[str, int, int, int]], num_columns: int, has_bias: bool, pack: PackLinear
     ) -> Projection:
         """One projection of several parts, each given as (name, total rows, first row, rows of this rank)."""
-        weight = torch.cat(
+        weight = join_rows(
             [
-                self._read(name + ".weight", (total, num_columns), 0, first, count)
+                self._weight(name + ".weight", (total, num_columns), 0, first, count)
                 for name, total, first, count in parts
             ]
         )
@@ -300,7 +300,7 @@ class DecoderBuilder:
         self, name: str, num_rows: int, total: int, first: int, count: int, has_bias: bool
     ) -> Projection:
         """A projection of which each rank holds a share of the inputs; the ranks' results add up."""
-        weight = self._read(name + ".weight", (num_rows, total), 1, first, count)
+        weight = self._weight(name + ".weight", (num_rows, total), 1, first, count)
         bias = None
         if has_bias:
             bias = self._read(name + ".bias", (num_rows,))
@@ -310,7 +310,7 @@ class DecoderBuilder:
         part = ProjectionPart(name, num_rows, total, slice(None), slice(first, first + count))
         return Projection(self._packed(weight, bias, self.quantization, self.ops.pack_linear), (part,))
 
-    def _packed(self, weight: Tensor, bias: Tensor | None, quantization: str, pack: PackLinear) -> Linear:
+    def _packed(self, weight: Weight, bias: Tensor | None, quantization: str, pack: PackLinear) -> Linear:
         linear = pack(weight, bias, quantization=quantization)
         self.num_parameters += weight.numel() + (0 if bias is None else bias.numel())
         self.num_bytes += linear.num_bytes
@@ -332,7 +332,7 @@ class DecoderBuilder:
         self, name: str, num_rows: int, num_columns: int, out_dtype: torch.dtype | None = None
     ) -> Linear:
         """A projection without a bias, whole.  out_dtype: None: that of its inputs."""
-        linear = self.ops.pack_linear(self._read(name, (num_rows, num_columns)), out_dtype=out_dtype)
+        linear = self.ops.pack_linear(self._weight(name, (num_rows, num_columns)), out_dtype=out_dtype)
         self.num_parameters += num_rows * num_columns
         self.num_bytes += linear.num_bytes
         return linear
@@ -344,18 +344,24 @@ class DecoderBuilder:
     def _read(
         self, name: str, shape: tuple[int, ...], dim: int = 0, first: int = 0, count: int | None = None
     ) -> Tensor:
+        return as_tensor(self._weight(name, shape, dim, first, count))
+
+    def _weight(
+        self, name: str, shape: tuple[int, ...], dim: int = 0, first: int = 0, count: int | None = None
+    ) -> Tensor | QuantizedWeight:
+        """The weight or the part of it: of dimension `dim`, `count` indices from `first` on."""
         if name not in self.weights.names:
             raise CheckpointError(f"the checkpoint lacks {name}")
         stored_shape = self.weights.shape(name)
         if stored_shape != shape:
             raise CheckpointError(f"{name} has shape {stored_shape}, config.json says {shape}")
         if count is None or count == shape[dim]:
-            tensor = self.weights.read(name)
+            weight = self.weights.read_weight(name)
         else:
-            tensor = self.weights.read_slice(name, dim, first, first + count)
-        if not tensor.is_floating_point():
-            raise CheckpointError(f"{name} is stored as {tensor.dtype}, a weight takes floating point")
-        return tensor
+            weight = self.weights.read_slice(name, dim, first, first + count)
+        if not weight.dtype.is_floating_point:
+            raise CheckpointError(f"{name} is stored as {weight.dtype}, a weight takes floating point")
+        return weight
 
 
 def _joined(name: str, parts: list[tuple[str, int, int, int]]) -> list[tuple[str, int, int, int]]:

@@ -12,6 +12,7 @@ from triptych_kernels.cpu.linear import alternating, pack_panels, packed_bytes
 from triptych_kernels.cpu.loader import Isa
 from triptych_kernels.cpu.panel_memory import own_panels
 from triptych_kernels.ops import Experts
+from triptych_kernels.quantized import ExpertWeights, stacked
 from triptych_kernels.reference import REFERENCE
 from triptych_kernels.reference.moe import check_follows, expert_slice_of
 
@@ -115,11 +116,14 @@ class NativeExperts:
         return out
 
 
-def pack_experts(isa: Isa, gate_up: Tensor, down: Tensor, *, first_expert: int = 0) -> Experts:
+def pack_experts(
+    isa: Isa, gate_ups: ExpertWeights, downs: ExpertWeights, *, first_expert: int = 0
+) -> Experts:
     """See ops.PackExperts.  bf16 and fp32; other dtypes are served by the reference.
 
     isa: the instruction set of the kernels.
     """
+    gate_up, down = stacked(gate_ups), stacked(downs)
     if gate_up.dim() != 3 or down.dim() != 3 or down.dtype != gate_up.dtype:
         raise ValueError(
             f"gate_up is {gate_up.dtype} {tuple(gate_up.shape)}, down {down.dtype} {tuple(down.shape)}: "

@@ -12,6 +12,7 @@ from torch import Tensor
 from triptych_kernels.cpu.loader import Isa
 from triptych_kernels.cpu.panel_memory import PanelMemory
 from triptych_kernels.ops import Linear
+from triptych_kernels.quantized import Weight, as_tensor
 from triptych_kernels.reference import REFERENCE
 
 _KIND_OF = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
@@ -159,7 +160,7 @@ def greedy_linear(linear: Linear, x: Tensor, kept: Tensor) -> tuple[Tensor, Tens
 
 def pack_linear(
     isa: Isa,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
@@ -169,6 +170,7 @@ def pack_linear(
 
     isa: the instruction set of the kernels.
     """
+    weight = as_tensor(weight)
     out_dtype = weight.dtype if out_dtype is None else out_dtype
     if not _is_served(weight, bias, out_dtype, quantization):
         return REFERENCE.pack_linear(weight, bias, out_dtype=out_dtype, quantization=quantization)
@@ -178,13 +180,14 @@ def pack_linear(
 
 def pack_gated_linear(
     isa: Isa,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
 ) -> Linear:
     """See ops.Ops.pack_gated_linear; otherwise as pack_linear."""
+    weight = as_tensor(weight)
     out_dtype = weight.dtype if out_dtype is None else out_dtype
     if not _is_served(weight, bias, out_dtype, quantization) or weight.shape[0] % 2:
         return REFERENCE.pack_gated_linear(weight, bias, out_dtype=out_dtype, quantization=quantization)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from triptych_kernels.gated_linear import GatedLinear
+from triptych_kernels.quantized import Weight, as_tensor
 from triptych_kernels.reference.activation import silu_and_mul
 
 # The layout is chosen for this number of rows; it serves any number.
@@ -47,7 +48,7 @@ def _rounded(product: Tensor, addend: Tensor | None, out_dtype: torch.dtype | No
 
 
 def pack_linear(
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
@@ -56,13 +57,14 @@ def pack_linear(
     """See ops.PackLinear. int8 is not supported here."""
     if quantization:
         raise ValueError(f"quantization {quantization!r} needs native kernels, which are not available")
+    weight = as_tensor(weight)
     if weight.device.type == "cpu" and _can_pack(weight.dtype):
         return _PackedLinear(weight, bias, out_dtype)
     return PlainLinear(weight, bias, out_dtype)
 
 
 def pack_gated_linear(
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from triptych_kernels.ops import Experts
+from triptych_kernels.quantized import ExpertWeights, stacked
 from triptych_kernels.reference.activation import silu_and_mul
 
 
@@ -55,6 +56,6 @@ def check_follows(expert_range: tuple[int, int], following: tuple[int, int]) -> 
         raise ValueError(f"experts from {following[0]} on do not follow those up to {expert_range[1]}")
 
 
-def pack_experts(gate_up: Tensor, down: Tensor, *, first_expert: int = 0) -> _ReferenceExperts:
+def pack_experts(gate_up: ExpertWeights, down: ExpertWeights, *, first_expert: int = 0) -> _ReferenceExperts:
     """See ops.PackExperts."""
-    return _ReferenceExperts(gate_up, down, first_expert)
+    return _ReferenceExperts(stacked(gate_up), stacked(down), first_expert)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triptych_kernels.ops import Experts
+from triptych_kernels.quantized import ExpertWeights, stacked
 from triptych_kernels.reference.moe import check_follows, expert_slice_of
 
 _PAIRS_PER_PASS = 1024
@@ -303,9 +304,10 @@ class _TritonExperts:
 
 
 def pack_experts(
-    gate_up: Tensor, down: Tensor, *, first_expert: int = 0, deterministic: bool = False
+    gate_ups: ExpertWeights, downs: ExpertWeights, *, first_expert: int = 0, deterministic: bool = False
 ) -> _TritonExperts:
     """See ops.PackExperts.  deterministic: a token's result has the same bits in every batch."""
+    gate_up, down = stacked(gate_ups), stacked(downs)
     num_experts, num_outputs, num_features = down.shape
     if gate_up.shape[:2] != (num_experts, 2 * num_features) or gate_up.shape[2] != num_outputs:
         raise ValueError(

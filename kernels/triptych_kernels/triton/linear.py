@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triptych_kernels.gated_linear import GatedLinear
+from triptych_kernels.quantized import Weight, as_tensor
 from triptych_kernels.reference.linear import PlainLinear
 from triptych_kernels.triton.activation import silu_and_mul
 
@@ -187,7 +188,7 @@ class _TritonLinear:
 
 
 def pack_linear(
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
@@ -199,6 +200,7 @@ def pack_linear(
     Both quantizations apply to weights only: products are of x's dtype.  deterministic: a row's result has
     the same bits in every batch.
     """
+    weight = as_tensor(weight)
     if quantization:
         narrow, scales = _quantize(weight, quantization)
         return _TritonLinear(narrow, scales, bias, out_dtype, deterministic)
@@ -208,7 +210,7 @@ def pack_linear(
 
 
 def pack_gated_linear(
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
