@@ -3,20 +3,50 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from engine_svc.model.errors import CheckpointError
 from engine_svc.model.loading.folder import first_names, weight_files
-from engine_svc.model.loading.safetensors_file import SafetensorsFile, StoredTensor
-
-# Tensors by name, each with its file.
-Tensors = dict[str, tuple[SafetensorsFile, StoredTensor]]
+from engine_svc.model.loading.safetensors_file import SafetensorsFile
+from engine_svc.model.loading.stored_tensor import StoredTensor
 
 _SAMPLE_BYTES = 4096
+
+
+class WeightFile(Protocol):
+    """A file with tensors, of any format. Reading raises CheckpointError."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def header(self) -> bytes:
+        """What the file says of its tensors."""
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
+
+    def read(self, stored: StoredTensor) -> Tensor:
+        """The whole tensor, as stored, in memory of its own."""
+
+    def read_slice(self, stored: StoredTensor, dim: int, start: int, end: int) -> Tensor:
+        """Indices start to end - 1 of dimension `dim`, contiguous; the rest is not kept in memory."""
+
+    def sample(self, stored: StoredTensor, num_bytes: int) -> bytes:
+        """At most `num_bytes` bytes of the tensor, from its middle on."""
+
+
+# Tensors by name, each with its file.
+Tensors = dict[str, tuple[WeightFile, StoredTensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +81,7 @@ def replaced_tensors(checkpoint: Checkpoint) -> Tensors:
 
 
 def weights_digest(
-    folder: Path, files: list[SafetensorsFile], dtype: torch.dtype, replaced: Tensors | None = None
+    folder: Path, files: Sequence[WeightFile], dtype: torch.dtype, replaced: Tensors | None = None
 ) -> str:
     """A sha256 that identifies a model without reading all weights, however the folder is loaded.
 

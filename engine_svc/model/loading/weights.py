@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from engine_svc.model.errors import CheckpointError
-from engine_svc.model.loading.checkpoint import Tensors
+from engine_svc.model.loading.checkpoint import Tensors, WeightFile
 from engine_svc.model.loading.progress import Progress
-from engine_svc.model.loading.safetensors_file import SafetensorsFile, StoredTensor
+from engine_svc.model.loading.safetensors_file import SafetensorsFile
+from engine_svc.model.loading.stored_tensor import StoredTensor
 from triptych_kernels import QuantizedWeight, as_tensor
 
 # Of a decoder that was saved without its head: its names lack the prefix of the body.
@@ -148,7 +149,7 @@ class WeightReader:
         file, stored = self._find(name)
         return self._counted(name, file.read(stored))
 
-    def _find(self, name: str) -> tuple[SafetensorsFile, StoredTensor]:
+    def _find(self, name: str) -> tuple[WeightFile, StoredTensor]:
         stored = self._stored.get(name)
         if stored is None:
             raise CheckpointError(f"the checkpoint lacks {name}")
