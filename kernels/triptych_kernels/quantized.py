@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+# Computed in one piece: each takes 12 bytes until it is rounded.
+_NUMBERS_AT_ONCE = 1 << 22
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
@@ -59,13 +62,13 @@ class QuantizedWeight:
 
     def dequantize(self) -> Tensor:
         """[N, K] in `dtype`."""
-        numbers = self.values[self.codes.int()]
-        if self.zeros is not None:
-            numbers -= self._of_columns(self.zeros)
-        numbers *= self._of_columns(self.scales)
-        if self.minima is not None:
-            numbers -= self._of_columns(self.minima)
-        return numbers.to(self.dtype)
+        num_rows, num_columns = self.shape
+        step = max(1, _NUMBERS_AT_ONCE // max(1, num_columns))
+        numbers = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        for first in range(0, num_rows, step):
+            end = min(first + step, num_rows)
+            numbers[first:end] = self.rows(first, end)._numbers()
+        return numbers
 
     def rows(self, first: int, end: int) -> QuantizedWeight:
         """Rows first to end - 1, in the same memory."""
@@ -103,11 +106,30 @@ class QuantizedWeight:
             return self.groups
         return torch.arange(self.shape[1], device=self.device) // self.group_size
 
+    def _numbers(self) -> Tensor:
+        """[N, K] fp32."""
+        # Several times as fast as indexing by the codes.
+        numbers = self.values.index_select(0, self.codes.reshape(-1).int()).view(self.shape)
+        # [N, K], or [N, G, columns of a group]: the same numbers.
+        parts, of_columns = numbers, self._of_columns
+        if self.groups is None and numbers.shape[1] % self.group_size == 0:
+            parts = numbers.view(numbers.shape[0], -1, self.group_size)
+            of_columns = _of_groups
+        if self.zeros is not None:
+            parts -= of_columns(self.zeros)
+        parts *= of_columns(self.scales)
+        if self.minima is not None:
+            parts -= of_columns(self.minima)
+        return numbers
+
     def _of_columns(self, numbers: Tensor) -> Tensor:
         """[N, G] as [N, K]."""
-        if self.groups is None and numbers.shape[1] == 1:
-            return numbers
         return numbers[:, self._column_groups()]
+
+
+def _of_groups(numbers: Tensor) -> Tensor:
+    """[N, G] as [N, G, 1]."""
+    return numbers[:, :, None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
