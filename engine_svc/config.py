@@ -56,7 +56,8 @@ class CoreConfig(SecurityOptions):
 
     model: str = option(
         positional=True,
-        help="folder of the checkpoint (config.json, safetensors, tokenizer.json), or org/name of the hub",
+        help="folder of the checkpoint (config.json, safetensors, tokenizer.json), GGUF file, or org/name of "
+        "the hub, org/name:Q4_K_M for a GGUF file",
     )
     revision: str | None = option(
         None, help="branch, tag or commit of a model of the hub (default: its main branch)"

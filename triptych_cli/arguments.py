@@ -58,7 +58,7 @@ _SECTIONS = {
     "coordinator": "Options of the coordinator",
     "several": _OF_SEVERAL,
 }
-_MODEL_HELP = "model folder, or org/name of the hub; without it the embedded model"
+_MODEL_HELP = "model folder, GGUF file, or org/name of the hub; without it the embedded model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def parse_serve(argv: Sequence[str]) -> Serving:
 def _with_each_name(argv: Sequence[str]) -> list[str]:
     """The arguments with a flag for each name of `--served-model-name a b`, as vLLM has it.
 
-    Without a model elsewhere, the last of several names is one if it is a folder or org/name.
+    Without a model elsewhere, the last of several names is one if it is a folder, a GGUF file or org/name.
     """
     words = list(argv)
     for index in reversed([index for index, word in enumerate(words) if word == _NAME_FLAG]):
@@ -152,7 +152,7 @@ def _with_each_name(argv: Sequence[str]) -> list[str]:
         end = next(is_next_flag, len(words))
         names, others = words[index + 1 : end], [*words[:index], *words[end:]]
         model = []
-        if len(names) > 1 and not _has_model(others) and ("/" in names[-1] or Path(names[-1]).is_dir()):
+        if len(names) > 1 and not _has_model(others) and _is_model(names[-1]):
             model = [names.pop()]
         if names:
             words[index:end] = [*model, *(f"{_NAME_FLAG}={name}" for name in names)]
@@ -260,6 +260,10 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(f"ready file {path} is a folder")
     if not os.access(path.parent, os.W_OK):
         raise ConfigError(f"ready file {path}: its folder does not exist or is not writable")
+
+
+def _is_model(name: str) -> bool:
+    return "/" in name or name.endswith(".gguf") or Path(name).is_dir()
 
 
 def _has_model(argv: Sequence[str]) -> bool:

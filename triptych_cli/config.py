@@ -19,7 +19,9 @@ class ServeConfig:
     """A whole stack on this machine: one coordinator, engines, one frontend."""
 
     model: str | None = option(
-        None, help="model folder, or org/name of the hub; without it the embedded model", positional=True
+        None,
+        help="model folder, GGUF file, or org/name of the hub; without it the embedded model",
+        positional=True,
     )
     served_model_name: tuple[str, ...] = option(
         (), help="name that clients ask for; further names are aliases of it (default: the folder's name)"

@@ -84,7 +84,8 @@ def _weights_sha256(folder: Path, weights_digest: str) -> str:
     # Fine-tunes of one model have equal names and shapes, so a sample of the values is included.
     digest = hashlib.sha256(weights_digest.encode())
     # Projections of results are in folders of their own.
-    for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*/model.safetensors"))):
+    patterns = ("*.safetensors", "*/model.safetensors", "*.gguf")
+    for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
         size = path.stat().st_size
         stride = max(_SAMPLE_BYTES, size // _NUM_SAMPLES)
         with path.open("rb") as file:

@@ -18,14 +18,13 @@ from engine_svc.model.loading.folder import (
     Header,
     check_model_path,
     check_quantization,
-    read_header,
+    read_headers,
     read_json_object,
     stated_dtype,
     stated_max_position,
     text_config,
-    weight_files,
 )
-from engine_svc.model.loading.hub import is_hub_id
+from engine_svc.model.loading.hub import is_gguf_path, is_hub_id
 from engine_svc.runner.memory.host_memory import MIB, cuda_device_bytes, free_host_bytes
 from engine_svc.scheduler.policies import POLICIES
 from triptych_kit.config import ConfigError
@@ -43,13 +42,13 @@ _BYTES_OF_DTYPES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half
 def check_start(config: EngineConfig, *, num_engines: int = 1) -> None:
     """Raise a ConfigError or ModelError if an engine with these options cannot start here.
 
-    num_engines: equal engines that start on this machine. A model of the hub is not looked at: it is checked
-    once it is in a folder.
+    num_engines: equal engines that start on this machine. A model of the hub and a GGUF file are not looked
+    at: they are checked once they are in a folder.
     """
     _check_offered(config)
     _check_scheduling(config)
     devices = _checked_devices(config)
-    if is_hub_id(config.model):
+    if is_hub_id(config.model) or is_gguf_path(config.model):
         return
     folder = Path(config.model)
     check_model_path(folder)
@@ -58,7 +57,7 @@ def check_start(config: EngineConfig, *, num_engines: int = 1) -> None:
     if content.get("is_encoder_decoder") is True:
         raise UnsupportedModel(f"{folder} is an encoder-decoder; only decoders can be served")
     _check_ranks(config, text_config(content))
-    headers = [read_header(path) for path in weight_files(folder)]
+    headers = read_headers(folder)
     check_quantization(folder, content, headers)
     limit = stated_max_position(content)
     if limit is not None and config.max_model_len is not None and config.max_model_len > limit:

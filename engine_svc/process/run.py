@@ -24,7 +24,7 @@ from engine_svc.core.facts import LoadProgress
 from engine_svc.loop.engine import Engine
 from engine_svc.membership.departure import Departure
 from engine_svc.model.errors import ModelError
-from engine_svc.model.loading.hub import find_model
+from engine_svc.model.loading.hub import find_model, name_of
 from engine_svc.process.engine_thread import EXIT_CANNOT_LOAD, EXIT_LOOP_FAILED, EngineThread
 from engine_svc.process.load_display import LoadDisplay
 from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
@@ -125,7 +125,9 @@ def _with_folders(config: EngineConfig) -> EngineConfig:
         )
     if folder == config.model:
         return config
-    config = replace(config, model=folder, served_model_name=config.served_model_name or config.model)
+    config = replace(
+        config, model=folder, served_model_name=config.served_model_name or name_of(config.model)
+    )
     check_start(config)
     return config
 

@@ -154,6 +154,12 @@ class TestWhatIsSupported:
         (families,) = matches(r"^_FAMILIES = (\(.*\))$", "engine_svc/model/native/spec.py")
         assert names_in("native models") == set(ast.literal_eval(families))
 
+    def test_gguf_files(self) -> None:
+        architectures = matches(r'^    "([\w-]+)": _[a-z]\w+,$', "engine_svc/model/loading/gguf/config.py")
+        types = matches(r'TensorType\("(\w+)"', "engine_svc/model/loading/gguf/file.py")
+        assert names_in("architectures of GGUF files") == architectures
+        assert names_in("types of blocks in GGUF files") == types
+
     def test_dtypes(self) -> None:
         assert names_in("dtypes") == choices("dtype") - {"auto"}
 

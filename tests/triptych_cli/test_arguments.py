@@ -104,6 +104,7 @@ def test_what_no_service_can_take_is_refused_before_anything_starts(arguments, m
     ("arguments", "model", "names"),
     [
         (["--served-model-name", "a", "b"], None, ["a", "b"]),
+        (["--served-model-name", "a", "b", "model.gguf"], "model.gguf", ["a", "b"]),
         (["--served-model-name", "a", "--served-model-name", "b"], None, ["a", "b"]),
         (["--served-model-name=a", "--served-model-name=b", "org/name"], "org/name", ["a", "b"]),
         (["org/name", "--served-model-name", "a", "some/b", "-dp", "2"], "org/name", ["a", "some/b"]),

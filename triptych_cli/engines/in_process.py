@@ -18,7 +18,7 @@ from engine_svc.build.start_check import check_start
 from engine_svc.config import EngineConfig
 from engine_svc.core.facts import LoadProgress
 from engine_svc.loop.engine import Engine
-from engine_svc.model.loading.hub import find_model
+from engine_svc.model.loading.hub import find_model, name_of
 from engine_svc.process.engine_thread import EngineThread
 from engine_svc.session.servicer import EngineCoreServicer
 from frontend_svc.engines.connection.connection import RESUME
@@ -255,7 +255,7 @@ def _with_folder(config: EngineConfig) -> EngineConfig:
     if str(folder) == config.model:
         return config
     config = dataclasses.replace(
-        config, model=str(folder), served_model_name=config.served_model_name or config.model
+        config, model=str(folder), served_model_name=config.served_model_name or name_of(config.model)
     )
     check_start(config)
     return config

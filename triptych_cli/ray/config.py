@@ -135,7 +135,7 @@ def parse_place(argv: Sequence[str]) -> Placing:
     own, flags = split_flags(argv, RayPlaceConfig, {"engine": config_of("engine")}, reserved=RESERVED)
     config = load_config(RayPlaceConfig, own, service="ray").config
     # Actors run in another working directory.
-    model = os.path.abspath(config.model) if config.model and os.path.isdir(config.model) else config.model
+    model = os.path.abspath(config.model) if config.model and os.path.exists(config.model) else config.model
     engine = with_model([*([model] if model else []), *flags["engine"]])
     # Checked here, because an engine on some node would report it only minutes later.
     fixed_flags = (f"--data-parallel-size={config.group_size}",)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_svc.model.errors import CheckpointError, listed
-from engine_svc.model.loading.folder import HeaderEntry, read_header, read_json_object, weight_files
+from engine_svc.model.loading.folder import HeaderEntry, read_header, read_headers, read_json_object
 
 # Why an adapter cannot be served.
 AdapterError = CheckpointError
@@ -97,8 +97,8 @@ def module_shapes(model: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the weights of a model's modules, by their names in the whole model. CheckpointError."""
     shapes = {
         entry.name.removesuffix(".weight"): entry.shape
-        for path in weight_files(model)
-        for entry in read_header(path).entries
+        for header in read_headers(model)
+        for entry in header.entries
         if entry.name.endswith(".weight")
     }
     # A decoder that was saved without its head.

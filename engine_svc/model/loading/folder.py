@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
+from engine_svc.model.loading.gguf.config import read_config
+from engine_svc.model.loading.gguf.file import read_model
+from engine_svc.model.loading.gguf.names import read_origins
 
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
+# Of a GGUF file that was opened as a folder, and of its shards.
+_GGUF_NAME, _GGUF_SHARDS = "model.gguf", "model-*-of-*.gguf"
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Formats of weights that are not read, by their files.
 _FOREIGN_FORMATS = {
-    "*.gguf": "GGUF",
     "*.ggml": "GGML",
     "adapter_config.json": "a LoRA adapter",
     "consolidated*.safetensors": "a checkpoint in Mistral's own format",
@@ -68,10 +72,13 @@ _LENGTH_LIMITS = ("max_position_embeddings", "n_positions", "max_target_position
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """One tensor's entry in a header. `end` is relative to the end of the header, as `start` is."""
+    """One tensor's entry in a header. `end` is relative to the end of the header, as `start` is.
+
+    A weight of a GGUF file has its size alone there, and its number of bytes.
+    """
 
     name: str
-    dtype: str  # a key of DTYPES
+    dtype: str  # a key of DTYPES, or "GGUF"
     shape: tuple[int, ...]
     start: int
     end: int
@@ -96,13 +103,12 @@ class Header:
 
 def check_model_path(path: Path) -> None:
     """Raise CheckpointError unless this is a folder with a config.json."""
-    if path.suffix in (".gguf", ".ggml"):
-        raise CheckpointError(
-            f"{path} is a {path.suffix[1:].upper()} file, which is not read; {_READ_FORMATS}"
-        )
+    if path.suffix == ".ggml":
+        raise CheckpointError(f"{path} is a GGML file, which is not read; {_READ_FORMATS}")
     if not path.is_dir():
         raise CheckpointError(
-            f"{path} is not a folder: the model must be a Hugging Face folder, or org/name of the hub"
+            f"{path} is not a folder: the model must be a Hugging Face folder, a GGUF file, or org/name of "
+            "the hub"
         )
     if not (path / "config.json").is_file():
         raise CheckpointError(_foreign(path) or f"{path} is not a model folder: it has no config.json")
@@ -157,9 +163,9 @@ def stated_dtype(content: Mapping[str, Any]) -> str | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of the folder, all present: one file, or the shards that the index lists.
+    """The weight files of the folder, all present: one file, or the shards that the index lists.
 
-    Where there are both, the single file is used, as in transformers.
+    Where there are both, the single file is used, as in transformers. Safetensors, or a GGUF file.
     """
     if (folder / _SINGLE_NAME).is_file():
         return [folder / _SINGLE_NAME]
@@ -172,6 +178,8 @@ def weight_files(folder: Path) -> list[Path]:
                 f"{folder} lacks {len(missing)} of {len(shards)} weight files: {first_names(missing)}"
             )
         return shards
+    if ggufs := _gguf_files(folder):
+        return ggufs
     pickles = sorted(path.name for pattern in _PICKLE_PATTERNS for path in folder.glob(pattern))
     if pickles:
         raise CheckpointError(
@@ -181,6 +189,17 @@ def weight_files(folder: Path) -> list[Path]:
     raise CheckpointError(
         _foreign(folder) or f"{folder} has neither {_SINGLE_NAME} nor {_INDEX_NAME}: no weights to load"
     )
+
+
+def read_headers(folder: Path) -> list[Header]:
+    """The headers of the weight files of a folder, with the model's names. Raises CheckpointError."""
+    paths = weight_files(folder)
+    if paths[0].suffix != ".gguf":
+        return [read_header(path) for path in paths]
+    model = read_model(paths)
+    origins = read_origins(model, read_config(model)).items()
+    entries = [HeaderEntry(name, "GGUF", origin.shape, 0, origin.num_bytes) for name, origin in origins]
+    return [Header(b"", tuple(entries))]
 
 
 def read_header(path: Path) -> Header:
@@ -227,7 +246,16 @@ def _entries(path: Path, content: bytes) -> tuple[HeaderEntry, ...]:
     return tuple(entries)
 
 
+def _gguf_files(folder: Path) -> list[Path]:
+    if (folder / _GGUF_NAME).is_file():
+        return [folder / _GGUF_NAME]
+    return sorted(folder.glob(_GGUF_SHARDS))
+
+
 def _foreign(folder: Path) -> str | None:
+    if ggufs := sorted(folder.glob("*.gguf")):
+        listed = first_names([path.name for path in ggufs])
+        return f"{folder} has {listed}: name the file itself to serve it, {ggufs[0]}"
     for pattern, name in _FOREIGN_FORMATS.items():
         names = sorted(path.name for path in folder.glob(pattern))
         if names:

@@ -1,4 +1,4 @@
-"""Finds the folder of a model by path or hub id, downloading it if needed. A local folder needs no network.
+"""Finds the folder of a model by path or hub id, downloading it if needed. Local files need no network.
 
 huggingface_hub itself reads HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT and HF_HOME. Knows no tensors.
 """
@@ -10,11 +10,13 @@ import fnmatch
 import logging
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_svc.model.errors import CheckpointError
+from engine_svc.model.errors import CheckpointError, listed
+from engine_svc.model.loading.gguf.file import model_stem
+from engine_svc.model.loading.gguf.folder import SUFFIX, open_as_folder
 from engine_svc.model.loading.progress import Progress
 
 if TYPE_CHECKING:
@@ -22,20 +24,32 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))?")
 _NEEDED = ("*.safetensors", "*.json", "*.jinja")
 _WANTED = (*_NEEDED, "tokenizer.model")
 # The same weights in other formats, and files of other tools.
 _UNWANTED = ("*/*", "consolidated*.safetensors")
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
+_NO_FILE = "-"  # a pattern that no file of a model has
 _TIMEOUT_S = 10.0
 _LOWEST_FAULT_OF_THE_HUB = 500
 _GIB = 1024**3
 
 
 def is_hub_id(name_or_path: str) -> bool:
-    """Whether this is the name of a hub model, "org/name", and not a path on this machine."""
-    return _HUB_ID.fullmatch(name_or_path) is not None and not Path(name_or_path).exists()
+    """Whether this is the name of a hub model, "org/name" or "org/name:Q4_K_M", and not a path here."""
+    is_path = is_gguf_path(name_or_path) or Path(name_or_path).exists()
+    return _HUB_ID.fullmatch(name_or_path) is not None and not is_path
+
+
+def is_gguf_path(name_or_path: str) -> bool:
+    """Whether this is the path of a GGUF file, which is there or not."""
+    return name_or_path.endswith(SUFFIX)
+
+
+def name_of(name_or_path: str) -> str:
+    """The name under which a model is served that has no folder of its own."""
+    return model_stem(Path(name_or_path)) if is_gguf_path(name_or_path) else name_or_path
 
 
 def find_model(
@@ -48,8 +62,9 @@ def find_model(
 ) -> Path:
     """The folder of the model: that path, or the hub's "org/name" in the local cache, downloaded if needed.
 
-    Downloads safetensors, JSON, templates and a tokenizer.model, never pickles, into the hub's cache. token
-    and offline override the environment; revision is a branch, tag or commit of the hub.
+    Downloads safetensors, JSON, templates and a tokenizer.model, never pickles, into the hub's cache; of
+    "org/name:Q4_K_M" the GGUF file with such an end of its name alone. A GGUF file is opened as a folder.
+    token and offline override the environment; revision is a branch, tag or commit of the hub.
     progress is called with ("download", bytes done, bytes missing at first).
     Raises CheckpointError, with a message that states what to do, if the model is not available.
     """
@@ -58,23 +73,28 @@ def find_model(
             raise CheckpointError(
                 f"revision is {revision}, but {name_or_path} is a path, not a model of the hub"
             )
+        if is_gguf_path(name_or_path):
+            return open_as_folder(Path(name_or_path))
         if not Path(name_or_path).is_dir():
             raise CheckpointError(
-                f"{name_or_path} is not a folder: the model must be a Hugging Face folder, "
+                f"{name_or_path} is not a folder: the model must be a Hugging Face folder, a GGUF file, "
                 "or org/name of the hub"
             )
         return Path(name_or_path)
-    return _Hub(name_or_path, revision, token).fetch(offline=offline, progress=progress)
+    name, _, tag = name_or_path.partition(":")
+    folder = _Hub(name, tag, revision, token).fetch(offline=offline, progress=progress)
+    return open_as_folder(_tagged_file(folder, tag)) if tag else folder
 
 
 class _Hub:
-    """One model of the hub."""
+    """One model of the hub.  tag: the end of a GGUF file's name; "" for safetensors."""
 
-    def __init__(self, name: str, revision: str | None, token: str | None) -> None:
+    def __init__(self, name: str, tag: str, revision: str | None, token: str | None) -> None:
         # Imported here: a local folder needs none of it.
         from huggingface_hub import constants
 
         self._name = name
+        self._tag = tag
         self._revision = revision
         self._token = token
         self._url = f"{constants.ENDPOINT}/{name}"
@@ -95,8 +115,10 @@ class _Hub:
         if offline:
             return self._cached("offline was asked for")
         try:
-            missing = self._missing_bytes(self._model_info())
-            folder = self._download(missing, progress)
+            info = self._model_info()
+            wanted = self._wanted([file.rfilename for file in info.siblings or ()])
+            missing = self._missing_bytes(info, wanted)
+            folder = self._download(wanted, missing, progress)
         except OfflineModeIsEnabled:
             return self._cached("HF_HUB_OFFLINE is set")
         except GatedRepoError as error:
@@ -134,26 +156,38 @@ class _Hub:
     def _model_info(self) -> ModelInfo:
         from huggingface_hub import HfApi
 
-        info = HfApi(token=self._token).model_info(
+        return HfApi(token=self._token).model_info(
             self._name, revision=self._revision, files_metadata=True, timeout=_TIMEOUT_S
         )
-        names = [file.rfilename for file in info.siblings or ()]
-        if not any(_is_wanted(name) and name.endswith(".safetensors") for name in names):
+
+    def _wanted(self, names: list[str]) -> list[str]:
+        """The files to download. Raises CheckpointError if the weights are not among them."""
+        if self._tag:
+            if wanted := _tagged(names, self._tag):
+                return wanted
+            ggufs = listed(name for name in names if is_gguf_path(name)) or "none"
+            raise CheckpointError(
+                f"{self._name} has no GGUF file with a name that ends with {self._tag}; it has {ggufs}"
+            )
+        wanted = [name for name in names if _is_wanted(name)]
+        if not any(name.endswith(".safetensors") for name in wanted):
             others = [name for name in names if any(fnmatch.fnmatch(name, one) for one in _OTHER_WEIGHTS)]
             formats = f"weights only as {', '.join(others[:5])}" if others else "no weights"
+            has_gguf = any(map(is_gguf_path, names))
+            cure = f"; {self._name}:Q4_K_M is the GGUF file whose name ends so" if has_gguf else ""
             raise CheckpointError(
-                f"{self._name} has {formats}; only safetensors are read, nothing was downloaded"
+                f"{self._name} has {formats}; only safetensors are read, nothing was downloaded{cure}"
             )
-        return info
+        return wanted
 
-    def _missing_bytes(self, info: ModelInfo) -> int:
+    def _missing_bytes(self, info: ModelInfo, wanted: list[str]) -> int:
         """Number of bytes to download. Raises CheckpointError if the disk has no room for them."""
         from huggingface_hub import try_to_load_from_cache
 
         missing = sum(
             file.size or 0
             for file in info.siblings or ()
-            if _is_wanted(file.rfilename)
+            if file.rfilename in wanted
             and not isinstance(try_to_load_from_cache(self._name, file.rfilename, revision=info.sha), str)
         )
         existing = next(path for path in (self._cache, *self._cache.absolute().parents) if path.exists())
@@ -165,7 +199,7 @@ class _Hub:
             )
         return missing
 
-    def _download(self, missing: int, progress: Progress) -> Path:
+    def _download(self, wanted: list[str], missing: int, progress: Progress) -> Path:
         from huggingface_hub import snapshot_download
 
         if missing:
@@ -176,8 +210,7 @@ class _Hub:
                 self._name,
                 revision=self._revision,
                 token=self._token,
-                allow_patterns=list(_WANTED),
-                ignore_patterns=list(_UNWANTED),
+                allow_patterns=wanted,
                 tqdm_class=_progress_bar_class(
                     lambda done: progress("download", min(done, missing), missing)
                 ),
@@ -191,7 +224,8 @@ class _Hub:
         try:
             folder = self._complete_snapshot()
         except LocalEntryNotFoundError as missing:
-            raise CheckpointError(f"{why}, and {self._cache} does not have all of {self._name}") from (
+            name = f"{self._name}:{self._tag}" if self._tag else self._name
+            raise CheckpointError(f"{why}, and {self._cache} does not have all of {name}") from (
                 error or missing
             )
         logger.warning("the cached model is used", extra={"model": self._name, "why": why})
@@ -200,6 +234,11 @@ class _Hub:
     def _complete_snapshot(self) -> Path:
         from huggingface_hub.errors import LocalEntryNotFoundError
 
+        if self._tag:
+            folder = self._snapshot((_NO_FILE,))
+            if not _tagged(_names_in(folder), self._tag):
+                raise LocalEntryNotFoundError(f"no file of {self._tag}")
+            return folder
         try:
             return self._snapshot(_WANTED)
         except LocalEntryNotFoundError:
@@ -244,6 +283,25 @@ def _is_wanted(name: str) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in _WANTED) and not any(
         fnmatch.fnmatch(name, pattern) for pattern in _UNWANTED
     )
+
+
+def _tagged(names: Iterable[str], tag: str) -> list[str]:
+    """The GGUF file, or all of its shards, whose name ends with the tag: the shortest one of several."""
+    ending = re.compile(rf"(.*[-_.])?{re.escape(tag)}", re.IGNORECASE)
+    by_stem: dict[str, list[str]] = {}
+    for name in sorted(name for name in names if is_gguf_path(name)):
+        stem = model_stem(Path(name))
+        if ending.fullmatch(stem) and not stem.startswith("mmproj"):
+            by_stem.setdefault(stem, []).append(name)
+    return by_stem[min(by_stem, key=lambda stem: (len(stem), stem))] if by_stem else []
+
+
+def _names_in(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in folder.rglob(f"*{SUFFIX}")]
+
+
+def _tagged_file(folder: Path, tag: str) -> Path:
+    return folder / _tagged(_names_in(folder), tag)[0]
 
 
 def _progress_bar_class(on_bytes: Callable[[int], None]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
 from typing import Protocol, overload
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine_svc.model.errors import CheckpointError
 from engine_svc.model.loading.checkpoint import Tensors, WeightFile
+from engine_svc.model.loading.gguf.weights import open_gguf
 from engine_svc.model.loading.progress import Progress
 from engine_svc.model.loading.safetensors_file import SafetensorsFile
 from engine_svc.model.loading.stored_tensor import StoredTensor
@@ -60,11 +61,11 @@ class WeightReader:
         body: str = "",
         sources: Mapping[str, WeightSource] | None = None,
     ) -> None:
-        self.files = [SafetensorsFile(path) for path in files]
+        self.files, of_files = _opened(files)
         entries = {name: (file, entry) for file in self.files for name, entry in file.tensors.items()}
         prefix = body if _EMBEDDING in entries else ""
         self._stored = {prefix + name: entry for name, entry in entries.items()}
-        self._sources = {prefix + name: source for name, source in (sources or {}).items()}
+        self._sources = {prefix + name: source for name, source in {**of_files, **(sources or {})}.items()}
         self._prefix = prefix
         parts = {prefix + part for source in self._sources.values() for part in source.tensors}
         self.names = frozenset(self._stored.keys() - parts | self._sources.keys())
@@ -73,6 +74,7 @@ class WeightReader:
             shape = self.shape(name)
             if stored.shape != shape:
                 raise CheckpointError(f"{file.path}: {name} has shape {stored.shape}, it replaces {shape}")
+            self._sources.pop(name, None)
         self._stored |= self.replaced
         self._unread = {name: None for name in (*self._stored, *self._sources) if name in self.names}
         self._device = torch.device(device)
@@ -172,6 +174,13 @@ class WeightReader:
             dtype = self._dtype if weight.is_floating_point() else None
             return weight.to(device=self._device, dtype=dtype)
         return weight.to(device=self._device, dtype=self._dtype)
+
+
+def _opened(paths: Sequence[Path]) -> tuple[Sequence[WeightFile], Mapping[str, WeightSource]]:
+    """The files of a folder, which are of one format, and the weights that they say they have."""
+    if paths and paths[0].suffix == ".gguf":
+        return open_gguf(paths)
+    return [SafetensorsFile(path) for path in paths], {}
 
 
 class LazyTensor:

@@ -11,6 +11,7 @@ import shutil
 import socket
 import struct
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -170,9 +171,10 @@ def flags(*given: str) -> Arrange:
 
 FAILED_STARTS: dict[str, tuple[Arrange, tuple[str, ...]]] = {
     "pickles": (only_pickles, ("pytorch_model.bin", "convert them to safetensors with python -c")),
-    "gguf": (only_gguf, ("model.Q4_K_M.gguf", "GGUF is not read", "safetensors")),
-    "gguf beside a config": (gguf_beside_a_config, ("GGUF is not read",)),
-    "gguf file": (a_gguf_file, ("is a GGUF file, which is not read",)),
+    "gguf": (only_gguf, ("has model.Q4_K_M.gguf: name the file itself to serve it",)),
+    "gguf beside a config": (gguf_beside_a_config, ("name the file itself to serve it",)),
+    "gguf file": (a_gguf_file, ("model.Q4_K_M.gguf is damaged: the version ends at byte 8, the file at 4",)),
+    "no gguf file": (flags("models/no.gguf"), ("models/no.gguf does not exist, or is not a file",)),
     "adapter": (an_adapter, ("a LoRA adapter is not read",)),
     "truncated": (truncated, ("model.safetensors", "is truncated")),
     "no safetensors": (garbage, ("model.safetensors is not a safetensors file",)),
@@ -321,6 +323,18 @@ def test_a_model_that_the_disk_has_no_room_for_is_refused_before_any_process(
     monkeypatch.setattr(serve_module, "find_model", find_model)
     assert app(["serve", "org/name"], standalone_mode=False) == 2
     assert capsys.readouterr().err == f"triptych serve: {cause}\n"
+
+
+@pytest.mark.parametrize("length", [1 << 30, 1 << 63])
+def test_a_damaged_gguf_file_is_refused_with_little_memory(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, length))
+    limited = ("sh", "-c", f'ulimit -d {400 * 1024}; exec "$@"', "sh")
+    command = (sys.executable, "-m", "triptych_cli.cli", "serve", "--port=0", str(path))
+    finished = subprocess.run((*limited, *command), capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == 2
+    [line] = finished.stderr.splitlines()
+    assert line.startswith(f"triptych serve: {path} is damaged: a key of metadata has {length} bytes")
 
 
 async def test_an_engine_refuses_the_same_in_its_first_line(tmp_path: Path) -> None:

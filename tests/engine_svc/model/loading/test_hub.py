@@ -15,6 +15,7 @@ from engine_svc.model.errors import CheckpointError
 from engine_svc.model.loading.hub import find_model, is_hub_id
 from tests.engine_svc.model.checkpoints import make_checkpoint
 from tests.engine_svc.model.loading.fake_hub import COMMIT, FakeHub, folder_files, serve
+from tests.engine_svc.model.loading.gguf.gguf_bytes import tiny_llama, u32
 
 _ROOT = Path(__file__).parents[4]
 # What the library reads is read at its import: each look-up has a process of its own.
@@ -255,3 +256,51 @@ def test_a_disk_too_small_is_seen_before_anything_is_downloaded(tmp_path, files)
         found = find("org/tiny", tmp_path, hub)
     assert found.refusal.startswith(f"org/tiny needs {2**30}.0 GiB in {tmp_path / 'hub'}, which has ")
     assert hub.downloaded == set()
+
+
+def test_of_a_repository_of_gguf_files_that_of_the_tag_alone_is_downloaded(tmp_path, files):
+    gguf = tiny_llama().written()
+    names = ("tiny-Q4_K_M.gguf", "tiny-UD-Q4_K_M.gguf", "tiny-Q8_0.gguf", "mmproj-tiny-Q4_K_M.gguf")
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    with serve(FakeHub({**files, **dict.fromkeys(names, gguf)})) as hub:
+        first = find("org/tiny:q4_k_m", tmp_path, hub, env=cache)
+        assert first.refusal == ""
+        assert hub.downloaded == {"tiny-Q4_K_M.gguf"}
+        assert first.progress_events[-1] == ["download", len(gguf), len(gguf)]
+    assert (first.folder / "model.gguf").read_bytes() == gguf
+    assert find("org/tiny:Q4_K_M", tmp_path, env=cache, offline=True).folder == first.folder
+    missing = find("org/tiny:Q8_0", tmp_path, env=cache, offline=True)
+    assert missing.refusal.endswith("does not have all of org/tiny:Q8_0")
+
+
+def test_shards_of_a_tag_are_downloaded_together(tmp_path):
+    parts = {}
+    for index, tensors in enumerate((slice(0, 4), slice(4, None))):
+        shard = tiny_llama()
+        shard.tensors = shard.tensors[tensors]
+        for key, value in {"no": index, "count": 2, "tensors.count": 11}.items():
+            shard.set(f"split.{key}", u32(value))
+        parts[f"tiny-Q8_0-0000{index + 1}-of-00002.gguf"] = shard.written()
+    with serve(FakeHub(parts)) as hub:
+        found = find("org/tiny:Q8_0", tmp_path, hub, env={"XDG_CACHE_HOME": str(tmp_path / "cache")})
+    assert found.refusal == ""
+    assert hub.downloaded == parts.keys()
+    assert len(list(found.folder.glob("*.gguf"))) == 2
+
+
+def test_a_tag_that_no_file_has_names_those_there_are(tmp_path, files):
+    with serve(FakeHub({**files, "tiny-Q8_0.gguf": b"GGUF"})) as hub:
+        found = find("org/tiny:Q5_K_M", tmp_path, hub)
+        assert found.refusal == (
+            "org/tiny has no GGUF file with a name that ends with Q5_K_M; it has tiny-Q8_0.gguf"
+        )
+        assert hub.downloaded == set()
+
+
+def test_gguf_files_alone_are_refused_with_how_to_name_one(tmp_path):
+    with serve(FakeHub({"tiny-Q8_0.gguf": b"GGUF"})) as hub:
+        found = find("org/tiny", tmp_path, hub)
+    assert found.refusal == (
+        "org/tiny has weights only as tiny-Q8_0.gguf; only safetensors are read, nothing was downloaded; "
+        "org/tiny:Q4_K_M is the GGUF file whose name ends so"
+    )
