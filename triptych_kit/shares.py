@@ -33,7 +33,7 @@ class SharedLimit:
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._total = 0
         self._sum_weights = 0
         self._held: dict[str, _Held] = {}
@@ -51,16 +51,16 @@ class SharedLimit:
         """What `account` is sure to get beside those that hold something now; at least 1."""
         held = self._held.get(account)
         others = self._sum_weights - (0 if held is None else held.weight)
-        return max(1, self._limit * weight // (others + weight))
+        return max(1, self.limit * weight // (others + weight))
 
     def has_room(self, account: str, weight: int, amount: int = 1) -> bool:
         """Whether `account` may take `amount` more."""
         total = self._total + amount
-        if total <= self._limit:
+        if total <= self.limit:
             return True
         held = self._held.get(account)
         own = amount if held is None else held.amount + amount
-        return total <= 2 * self._limit and own <= self.share(account, weight)
+        return total <= 2 * self.limit and own <= self.share(account, weight)
 
     def take(self, account: str, weight: int, amount: int = 1) -> None:
         """Hold `amount` more, whether or not there is room."""
@@ -90,6 +90,33 @@ class SharedLimit:
             return ""
         own = 0 if held is None else held.amount
         return f" (the account {account!r} has {own}, its share is {self.share(account, weight)})"
+
+
+class LimitPart:
+    """What one user of a `SharedLimit` holds of it, for its account."""
+
+    def __init__(self, shared: SharedLimit, account: str, weight: int) -> None:
+        self.shared, self.amount = shared, 0
+        self._account, self._weight = account, weight
+
+    def has_room(self, amount: int) -> bool:
+        return self.shared.has_room(self._account, self._weight, amount)
+
+    def add(self, amount: int) -> None:
+        """Hold `amount` more, whether or not there is room; less if it is negative."""
+        self.amount += amount
+        if amount > 0:
+            self.shared.take(self._account, self._weight, amount)
+        else:
+            self.shared.give_back(self._account, -amount)
+
+    def clear(self) -> None:
+        """Hold nothing any more."""
+        self.add(-self.amount)
+
+    def words(self) -> str:
+        """See `SharedLimit.words`."""
+        return self.shared.words(self._account, self._weight)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from frontend_svc.protocols.openai.bodies import BodyT, IgnoredFields, read_body
 from triptych_kit.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
-from triptych_kit.shares import FairQueue, SharedLimit
+from triptych_kit.shares import FairQueue, LimitPart, SharedLimit
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 _LIMIT_S = 15.0
@@ -45,7 +45,7 @@ class BodyReader:
     ) -> tuple[BodyT, IgnoredFields]:
         """The body, and the names of its fields that have no effect. account, weight: whose share it uses."""
         _check_headers(request)
-        content, counted = bytearray(), 0
+        content, held = bytearray(), LimitPart(self._large, account, weight)
         try:
             try:
                 async with asyncio.timeout(_LIMIT_S):
@@ -54,10 +54,7 @@ class BodyReader:
                         if len(content) > MAX_BODY_BYTES:
                             raise _too_large(len(content))
                         if len(content) > _LARGE_BYTES:
-                            added = len(content) - counted
-                            self._check_sum(account, weight, added)
-                            self._large.take(account, weight, added)
-                            counted += added
+                            _hold(held, len(content) - held.amount)
             except TimeoutError as error:
                 raise DeadlineExceeded(
                     f"the body did not arrive within {_LIMIT_S:.0f} s", reason="BODY_TIME_LIMIT"
@@ -66,19 +63,19 @@ class BodyReader:
             content.clear()
             return await self._read(whole, kind, account, weight)
         finally:
-            self._large.give_back(account, counted)
+            held.clear()
 
     async def read_message(
         self, content: bytes, kind: type[BodyT], account: str, weight: int
     ) -> tuple[BodyT, IgnoredFields]:
         """The same for a body that is a message of a WebSocket."""
-        counted = len(content) if len(content) > _LARGE_BYTES else 0
-        self._check_sum(account, weight, counted)
-        self._large.take(account, weight, counted)
+        held = LimitPart(self._large, account, weight)
+        if len(content) > _LARGE_BYTES:
+            _hold(held, len(content))
         try:
             return await self._read(content, kind, account, weight)
         finally:
-            self._large.give_back(account, counted)
+            held.clear()
 
     async def _read(
         self, content: bytes, kind: type[BodyT], account: str, weight: int
@@ -92,15 +89,6 @@ class BodyReader:
             # Streams beside it need several turns of the event loop to catch up.
             await asyncio.sleep(time.perf_counter() - began_at)
         return body
-
-    def _check_sum(self, account: str, weight: int, added: int) -> None:
-        if not self._large.has_room(account, weight, added):
-            raise ResourceExhausted(
-                f"bodies of {self._large.total} bytes are being read, the limit is {_MAX_SUM_BYTES}"
-                f"{self._large.words(account, weight)}",
-                reason="TOO_MANY_BODIES",
-                retry_after_ms=_RETRY_AFTER_MS,
-            )
 
 
 class _Turns:
@@ -140,6 +128,18 @@ class _Turns:
                 begins.set_result(None)
                 return
         self._is_taken = False
+
+
+def _hold(held: LimitPart, num_bytes: int) -> None:
+    """Count more bytes of a large body. Raises ResourceExhausted."""
+    if not held.has_room(num_bytes):
+        raise ResourceExhausted(
+            f"bodies of {held.shared.total} bytes are being read, the limit is {held.shared.limit}"
+            f"{held.words()}",
+            reason="TOO_MANY_BODIES",
+            retry_after_ms=_RETRY_AFTER_MS,
+        )
+    held.add(num_bytes)
 
 
 def _check_headers(request: Request) -> None:

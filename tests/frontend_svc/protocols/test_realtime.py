@@ -27,7 +27,7 @@ from tests.frontend_svc.protocols.test_responses import ADD, CALL, TEMPLATE, eng
 from tests.frontend_svc.protocols.websocket_client import CLOSE, WebSocketClient, frame, opened, upgrade
 from triptych.engine.v1 import engine_pb2
 from triptych_kit.errors import ResourceExhausted
-from triptych_kit.shares import SharedLimit
+from triptych_kit.shares import LimitPart, SharedLimit
 
 URL = "/v1/realtime"
 
@@ -474,7 +474,7 @@ async def test_a_conversation_that_is_too_long_takes_no_more_items():
 
 def test_conversations_of_one_account_leave_others_their_share_of_all_bytes():
     held, limits = SharedLimit(1000), ConversationLimits()
-    first, second = (Conversation(limits, held, account, 1) for account in ("a", "b"))
+    first, second = (Conversation(limits, LimitPart(held, account, 1)) for account in ("a", "b"))
     item = {"id": "i", "text": "x" * 600}
     first.create(item, None)
     with pytest.raises(ResourceExhausted, match="all conversations have"):

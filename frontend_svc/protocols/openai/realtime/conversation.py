@@ -11,7 +11,7 @@ from typing import Any
 from frontend_svc.protocols.openai.bodies import IgnoredFields, encode
 from frontend_svc.protocols.openai.response_items import add_item
 from triptych_kit.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted
-from triptych_kit.shares import SharedLimit
+from triptych_kit.shares import LimitPart
 
 # Of all conversations of this process.
 MAX_SUM_BYTES = 256 * 1024 * 1024
@@ -30,16 +30,12 @@ class ConversationLimits:
 
 
 class Conversation:
-    """Items in order, as events show them.
+    """Items in order, as events show them. held: its bytes, among those of all conversations."""
 
-    held: the bytes of all conversations, of which `account` has a share by its weight.
-    """
-
-    def __init__(self, limits: ConversationLimits, held: SharedLimit, account: str, weight: int) -> None:
+    def __init__(self, limits: ConversationLimits, held: LimitPart) -> None:
         self.id = f"conv_{secrets.token_hex(12)}"
-        self._limits, self._held, self._account, self._weight = limits, held, account, weight
+        self._limits, self._held = limits, held
         self._items: list[Item] = []
-        self._num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._items)
@@ -48,24 +44,24 @@ class Conversation:
         return iter(self._items)
 
     def check_room(self, num_bytes: int = 0) -> None:
-        """Raise ResourceExhausted if an item of so many bytes does not fit."""
-        limits = self._limits
-        if len(self._items) >= limits.max_items or self._num_bytes + num_bytes > limits.max_bytes:
+        """Raise ResourceExhausted if an item of `num_bytes` does not fit."""
+        limits, held = self._limits, self._held
+        if len(self._items) >= limits.max_items or held.amount + num_bytes > limits.max_bytes:
             raise ResourceExhausted(
-                f"the conversation has {len(self._items)} items of {self._num_bytes} bytes, the limits are "
+                f"the conversation has {len(self._items)} items of {held.amount} bytes, the limits are "
                 f"{limits.max_items} and {limits.max_bytes}: delete some with conversation.item.delete",
                 reason="CONVERSATION_TOO_LONG",
             )
-        if not self._held.has_room(self._account, self._weight, num_bytes):
+        if not held.has_room(num_bytes):
             raise ResourceExhausted(
-                f"all conversations have {self._held.total} bytes, the limit is {MAX_SUM_BYTES}"
-                f"{self._held.words(self._account, self._weight)}",
+                f"all conversations have {held.shared.total} bytes, the limit is {held.shared.limit}"
+                f"{held.words()}",
                 reason="TOO_MANY_CONVERSATIONS",
             )
 
     def clear(self) -> None:
         """Forget all items at the end of the session."""
-        self._count(-self._num_bytes)
+        self._held.clear()
         self._items.clear()
 
     def create(self, item: Item, previous_id: str | None) -> str | None:
@@ -82,13 +78,13 @@ class Conversation:
         num_bytes = len(encode(item))
         self.check_room(num_bytes)
         self._items.insert(index, item)
-        self._count(num_bytes)
+        self._held.add(num_bytes)
         return self._items[index - 1]["id"] if index else None
 
     def append(self, item: Item) -> str | None:
         """Add an item of a response, which is as long as it is. Returns the id of the one before it."""
         self._items.append(item)
-        self._count(len(encode(item)))
+        self._held.add(len(encode(item)))
         return self._items[-2]["id"] if len(self._items) > 1 else None
 
     def replace(self, item: Item) -> str | None:
@@ -96,7 +92,7 @@ class Conversation:
         for index, each in enumerate(self._items):
             if each["id"] == item["id"]:
                 self._items[index] = item
-                self._count(len(encode(item)) - len(encode(each)))
+                self._held.add(len(encode(item)) - len(encode(each)))
                 return self._items[index - 1]["id"] if index else None
         return None
 
@@ -106,14 +102,7 @@ class Conversation:
 
     def delete(self, item_id: str) -> None:
         """Raises NotFound."""
-        self._count(-len(encode(self._items.pop(self._index(item_id, "item_id")))))
-
-    def _count(self, num_bytes: int) -> None:
-        self._num_bytes += num_bytes
-        if num_bytes > 0:
-            self._held.take(self._account, self._weight, num_bytes)
-        else:
-            self._held.give_back(self._account, -num_bytes)
+        self._held.add(-len(encode(self._items.pop(self._index(item_id, "item_id")))))
 
     def _index(self, item_id: str, field: str) -> int:
         for index, item in enumerate(self._items):

@@ -60,7 +60,7 @@ from triptych_kit.errors import (
     Unimplemented,
     with_fields,
 )
-from triptych_kit.shares import SharedLimit
+from triptych_kit.shares import LimitPart, SharedLimit
 
 logger = logging.getLogger(__name__)
 
@@ -113,9 +113,8 @@ class Session:
         self._websocket, self._services = websocket, services
         self._model, self._caller = model, caller
         self._fields = SessionFields()
-        self._conversation = Conversation(
-            services.limits.conversation, services.held, services.account, services.weight
-        )
+        held = LimitPart(services.held, services.account, services.weight)
+        self._conversation = Conversation(services.limits.conversation, held)
         self._running: _Running | None = None
         self._responding: asyncio.Task[None] | None = None
         self._num_events = self._num_responses = 0
