@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from frontend_svc.protocols.openai.call import Dialect, account_of
 from frontend_svc.protocols.openai.errors import error_headers, status_of
-from frontend_svc.protocols.openai.websocket import PROTOCOLS
+from frontend_svc.protocols.openai.websocket import PROTOCOLS, values_of
 from triptych_kit.call_turns import CallTurns
 from triptych_kit.errors import PermissionDenied, ServiceError, Unauthenticated, Unavailable
 from triptych_kit.security.access import CLIENTS, check_role
@@ -105,5 +105,5 @@ class Authorization:
 
 
 def _key_among_protocols(headers: Headers) -> str:
-    names = (name.strip() for name in headers.get(PROTOCOLS, "").split(","))
+    names = values_of(headers, PROTOCOLS)
     return next((name.removeprefix(KEY_PROTOCOL) for name in names if name.startswith(KEY_PROTOCOL)), "")

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -59,6 +60,9 @@ class _Opcode(IntEnum):
 
 
 _SERVED_OPCODES = frozenset(_Opcode)
+# That a peer may send, in place of those that only say why there was no close: registered ones, and those of
+# libraries and applications.
+_SENT_CODES = frozenset((*range(1000, 1004), *range(1007, 1015), *range(3000, 5000)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class WebSocketLimits:
 
 
 class WebSocketClosed(Exception):
-    """The WebSocket has ended, for whichever side."""
+    """The WebSocket has ended; either side may have ended it."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(f"{code} {reason}")
@@ -90,9 +94,10 @@ def upgrade_headers(request: Request, protocol: str) -> dict[str, str]:
     protocol: of those that the client names, the one that is served.
     """
     headers = request.headers
-    if headers.get("upgrade", "").lower() != "websocket" or UPGRADED not in request.scope["extensions"]:
+    if not _asks_for_websocket(request):
         raise InvalidArgument(
-            f"{request.url.path} is served by WebSockets alone: send upgrade: websocket",
+            f"{request.url.path} is served by WebSockets alone: send a GET of HTTP/1.1 with "
+            "connection: upgrade and upgrade: websocket",
             field="upgrade",
             reason="UPGRADE_REQUIRED",
         )
@@ -110,14 +115,34 @@ def upgrade_headers(request: Request, protocol: str) -> dict[str, str]:
         field = "sec-websocket-key"
         raise InvalidArgument(f"{field} is not {_KEY_BYTES} bytes in base64", field=field)
     accepted = base64.b64encode(hashlib.sha1(key.encode() + _ACCEPT_SUFFIX, usedforsecurity=False).digest())
-    named = {each.strip() for each in headers.get(PROTOCOLS, "").split(",")}
     return {
         "upgrade": "websocket",
         "connection": "upgrade",
         "sec-websocket-accept": accepted.decode(),
         # Browsers close a WebSocket whose answer names none of their protocols.
-        **({PROTOCOLS: protocol} if protocol in named else {}),
+        **({PROTOCOLS: protocol} if protocol in values_of(headers, PROTOCOLS) else {}),
     }
+
+
+def values_of(headers: Headers, name: str) -> list[str]:
+    """The values of a header that is a list, which may have several lines."""
+    return [value.strip() for line in headers.getlist(name) for value in line.split(",")]
+
+
+def _asks_for_websocket(request: Request) -> bool:
+    scope, headers = request.scope, request.headers
+    tokens = {
+        name: {value.lower() for value in values_of(headers, name)} for name in ("connection", "upgrade")
+    }
+    return (
+        UPGRADED in scope["extensions"]
+        and (scope["method"], scope["http_version"]) == ("GET", "1.1")
+        and "upgrade" in tokens["connection"]
+        and "websocket" in tokens["upgrade"]
+        # Its bytes would be read as frames.
+        and headers.get("content-length", "0") == "0"
+        and "transfer-encoding" not in headers
+    )
 
 
 class WebSocketResponse(Response):
@@ -137,7 +162,10 @@ class WebSocketResponse(Response):
 
 
 class WebSocket:
-    """Texts in both directions. Each method of the first group is called by the connection."""
+    """Texts in both directions.
+
+    `feed`, `pause_writing`, `resume_writing`, `leave` and `lose` are called by the connection.
+    """
 
     def __init__(self, transport: asyncio.Transport, limits: WebSocketLimits) -> None:
         self._transport, self._limits = transport, limits
@@ -174,7 +202,7 @@ class WebSocket:
         self._writable.set()
 
     async def receive(self) -> str:
-        """The next text. Raises WebSocketClosed at the end, and after closing it for what is not served."""
+        """The next text. Raises WebSocketClosed at the end, and after closing it for a refused frame."""
         while True:
             if self._closed is not None:
                 raise self._closed
@@ -191,17 +219,19 @@ class WebSocket:
             await asyncio.sleep(0)
 
     async def send(self, text: str) -> None:
-        """Send a text once the client has read what was sent before. Raises WebSocketClosed."""
+        """Send a text once the client has read all before it. Raises WebSocketClosed."""
         await self._write(_Opcode.TEXT, text.encode())
+
+    async def ping(self) -> None:
+        """Send something that a client answers by itself. Raises WebSocketClosed."""
+        await self._write(_Opcode.PING, b"")
 
     async def close(self, code: int, reason: str) -> None:
         """Close it, and the connection once the client has answered. Without effect on one that is closed."""
         if self._closed is None:
             with contextlib.suppress(TimeoutError, WebSocketClosed):
                 async with asyncio.timeout(self._limits.close_s):
-                    # Not longer than what a frame of control may have.
-                    content = code.to_bytes(2, "big") + reason.encode()[: _MAX_CONTROL_BYTES - 2]
-                    await self._write(_Opcode.CLOSE, content)
+                    await self._write(_Opcode.CLOSE, _close_content(code, reason))
                     self._closed = WebSocketClosed(code, reason)
                     # A connection that is closed with unread data is reset, and the client may lose the end.
                     while (await self._next_frame()).opcode is not _Opcode.CLOSE:
@@ -255,11 +285,14 @@ class WebSocket:
             raise await self._failure(CloseCode.INVALID_TEXT, "a text is not UTF-8") from error
 
     async def _closed_by_client(self, content: bytes) -> WebSocketClosed:
-        code = int.from_bytes(content[:2], "big") if len(content) >= 2 else CloseCode.NO_STATUS
+        try:
+            closed, answer = _read_close(content), content[:2]
+        except _BrokenFrame as error:
+            closed, answer = WebSocketClosed(error.code, str(error)), _close_content(error.code, str(error))
         with contextlib.suppress(WebSocketClosed):
-            await self._write(_Opcode.CLOSE, content[:2])
-        self._closed = WebSocketClosed(code, content[2:].decode(errors="replace"))
-        return self._closed
+            await self._write(_Opcode.CLOSE, answer)
+        self._closed = closed
+        return closed
 
     async def _failure(self, code: CloseCode, reason: str) -> WebSocketClosed:
         await self.close(code, reason)
@@ -323,6 +356,25 @@ class _FrameReader:
         mask, masked = received[begin : begin + _MASK_BYTES], received[begin + _MASK_BYTES : end]
         del received[:end]
         return _Frame(_Opcode(opcode), _unmasked(masked, mask), is_last)
+
+
+def _close_content(code: int, reason: str) -> bytes:
+    """The content of a close, with as much of the reason as a frame of control may have."""
+    room = _MAX_CONTROL_BYTES - 2
+    return code.to_bytes(2, "big") + reason.encode()[:room].decode(errors="ignore").encode()
+
+
+def _read_close(content: bytes) -> WebSocketClosed:
+    """Code and reason of a client's close. Raises _BrokenFrame."""
+    if not content:
+        return WebSocketClosed(CloseCode.NO_STATUS, "")
+    code = int.from_bytes(content[:2], "big")
+    if len(content) < 2 or code not in _SENT_CODES:
+        raise _BrokenFrame(CloseCode.PROTOCOL_ERROR, "a close has no code that may be sent")
+    try:
+        return WebSocketClosed(code, content[2:].decode())
+    except UnicodeDecodeError as error:
+        raise _BrokenFrame(CloseCode.INVALID_TEXT, "the reason of a close is not UTF-8") from error
 
 
 def _unmasked(masked: bytes | bytearray, mask: bytes | bytearray) -> bytes:

@@ -45,6 +45,7 @@ class Echo:
         self.reads = asyncio.Event()
         self.reads.set()
         self.closed: list[int] = []
+        self.reason = ""  # of the close that the text "close" asks for
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         request = Request(scope, receive)
@@ -59,7 +60,10 @@ class Echo:
         try:
             while True:
                 await self.reads.wait()
-                await websocket.send(await websocket.receive())
+                text = await websocket.receive()
+                if text == "close":
+                    await websocket.close(4000, self.reason)
+                await websocket.send(text)
         except WebSocketClosed as closed:
             self.closed.append(closed.code)
         finally:
@@ -94,6 +98,14 @@ async def test_texts_come_back_whole_whatever_their_frames_and_pings_are_answere
         assert await client.frame() == (TEXT, b"byte by byte")
 
 
+async def test_a_connection_may_be_kept_alive_and_upgraded():
+    async with listening() as (_, address, _), connected(address) as connection:
+        await connection.send(upgrade().replace(b"connection: Upgrade", b"connection: keep-alive, Upgrade"))
+        reply = await connection.reply()
+        assert reply is not None
+        assert reply.status == 101
+
+
 async def test_a_long_text_is_sent_and_received():
     limits = WebSocketLimits()
     async with listening(websocket=limits) as (_, address, _), opened(address) as client:
@@ -119,6 +131,14 @@ async def test_a_long_text_is_sent_and_received():
         ),
         pytest.param(frame(b"a" * 1001)[:20], 1009, id="too long"),
         pytest.param(frame(b"a" * 900, is_last=False) + frame(b"a" * 101, CONTINUATION), 1009, id="in sum"),
+        pytest.param(frame(b"\x03", CLOSE), 1002, id="half a code"),
+        *(
+            pytest.param(frame(code.to_bytes(2, "big"), CLOSE), 1002, id=f"a close with {code}")
+            for code in (0, 999, 1004, 1005, 1006, 1015, 2999, 5000)
+        ),
+        pytest.param(
+            frame((1000).to_bytes(2, "big") + b"\xff", CLOSE), 1007, id="a reason that is not UTF-8"
+        ),
     ],
 )
 async def test_what_is_not_served_closes_the_websocket_with_its_code(sent: bytes, code: int):
@@ -129,12 +149,20 @@ async def test_what_is_not_served_closes_the_websocket_with_its_code(sent: bytes
         assert app.closed == [code]
 
 
-async def test_a_close_is_answered_with_its_code():
+@pytest.mark.parametrize(("content", "code"), [(b"\x10\xe1done", 4321), (b"\x03\xe8", 1000), (b"", 1005)])
+async def test_a_close_is_answered_with_its_code(content: bytes, code: int):
     async with listening() as (app, address, _), opened(address) as client:
-        await client.connection.send(frame((4321).to_bytes(2, "big") + b"done", CLOSE))
-        assert await client.close_code() == 4321
+        await client.connection.send(frame(content, CLOSE))
+        assert await client.frame() == (CLOSE, content[:2])
         assert await client.connection.is_closed()
-        await until(lambda: app.closed == [4321])
+        await until(lambda: app.closed == [code])
+
+
+async def test_the_reason_of_a_close_is_cut_behind_a_whole_character():
+    async with listening() as (app, address, _), opened(address) as client:
+        app.reason = "ä" * 100
+        await client.send(b"close")
+        assert await client.frame() == (CLOSE, (4000).to_bytes(2, "big") + ("ä" * 61).encode())
 
 
 async def test_the_end_of_a_connection_is_the_end_of_its_websocket():
@@ -200,6 +228,13 @@ async def test_a_websocket_counts_among_the_connections_with_requests():
         (("authorization: Bearer wrong-0123456789abcdef",), 401),
         ((f"authorization: Bearer {key_of('a')}",), 101),
         ((f"sec-websocket-protocol: echo, openai-insecure-api-key.{key_of('a')}",), 101),
+        (
+            (
+                "sec-websocket-protocol: echo",
+                f"sec-websocket-protocol: openai-insecure-api-key.{key_of('a')}",
+            ),
+            101,
+        ),
         (("sec-websocket-protocol: echo, openai-insecure-api-key.wrong-0123456789abcdef",), 401),
     ],
 )
@@ -227,6 +262,10 @@ async def test_a_key_is_checked_before_the_upgrade(headers: tuple[str, ...], sta
         (b"GET /v1/realtime HTTP/1.1\r\nhost: a\r\n\r\n", 426, "upgrade"),
         (upgrade(version="8"), 426, "sec-websocket-version"),
         (upgrade(key="short"), 400, "sec-websocket-key"),
+        (upgrade().replace(b"GET", b"POST"), 426, "upgrade"),
+        (upgrade().replace(b"HTTP/1.1", b"HTTP/1.0"), 426, "upgrade"),
+        (upgrade().replace(b"connection: Upgrade", b"connection: keep-alive"), 426, "upgrade"),
+        (upgrade("/v1/realtime", "content-length: 2") + b"{}", 426, "upgrade"),
     ],
 )
 async def test_a_request_that_is_none_for_a_websocket_is_refused_by_name(
