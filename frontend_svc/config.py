@@ -50,7 +50,8 @@ class FrontendConfig(SecurityOptions):
         (), help="address or network of a proxy whose X-Forwarded-For and -Proto count; *: every client"
     )
     http_heartbeat_s: float = option(
-        15.0, help="seconds of silence after which a stream of HTTP gets a comment; 0 is never"
+        15.0,
+        help="seconds of silence after which a stream of HTTP gets a comment, a WebSocket a ping; 0 is never",
     )
     http_unknown_fields: Literal["refuse", "ignore"] = option(
         "refuse", help="unknown fields of HTTP bodies: ignore takes them and names them in a header"

@@ -136,7 +136,9 @@ class OpenAIRoutes:
         self._authenticator = authenticator
         self._created = int(time.time())
         response_routes = ResponseRoutes(chat, tokenizer, requests, responses)
-        services = SessionServices(chat, requests, bodies, turns, realtime_limits or RealtimeLimits())
+        services = SessionServices(
+            chat, requests, bodies, turns, realtime_limits or RealtimeLimits(), heartbeat_s
+        )
         page_routes = None if pages is None else PageRoutes(pages)
         self._page_paths = frozenset() if page_routes is None else page_routes.paths
         gets: dict[str, Handler] = {

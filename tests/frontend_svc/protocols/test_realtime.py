@@ -24,7 +24,15 @@ from tests.frontend_svc.fakes import (
 from tests.frontend_svc.protocols.raw_http import exchange
 from tests.frontend_svc.protocols.test_openai import TEXT, served
 from tests.frontend_svc.protocols.test_responses import ADD, CALL, TEMPLATE, engine_of, prompt_of
-from tests.frontend_svc.protocols.websocket_client import CLOSE, WebSocketClient, frame, opened, upgrade
+from tests.frontend_svc.protocols.websocket_client import (
+    CLOSE,
+    PING,
+    PONG,
+    WebSocketClient,
+    frame,
+    opened,
+    upgrade,
+)
 from triptych.engine.v1 import engine_pb2
 from triptych_kit.errors import ResourceExhausted
 from triptych_kit.shares import LimitPart, SharedLimit
@@ -442,6 +450,16 @@ async def test_a_session_that_is_idle_is_closed_and_one_with_a_response_is_not()
         await client.until("response.done")
         error = (await client.event())["error"]
         assert (error["code"], await client.close_code()) == ("session_idle", 1001)
+
+
+async def test_a_silent_session_has_pings_and_is_idle_all_the_same():
+    async with session(http_heartbeat_s=0.1, realtime_idle_s=0.35) as client:
+        frames = [await client.frame()]
+        while frames[-1] == (PING, b""):
+            await client.connection.send(frame(b"", PONG))
+            frames.append(await client.frame())
+    assert len(frames) > 1
+    assert json.loads(frames[-1][1])["error"]["code"] == "session_idle"
 
 
 async def test_one_client_has_no_more_sessions_than_its_limit():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -79,7 +80,7 @@ class RealtimeLimits:
 class SessionServices:
     """What sessions share. account, weight: whose share of it a session uses.
 
-    held: the bytes of their conversations.
+    heartbeat_s: time between two pings; 0: there are none.  held: the bytes of their conversations.
     """
 
     chat: ChatAnswers
@@ -87,6 +88,7 @@ class SessionServices:
     bodies: BodyReader
     turns: CallTurns
     limits: RealtimeLimits
+    heartbeat_s: float = 0.0
     held: SharedLimit = field(default_factory=lambda: SharedLimit(MAX_SUM_BYTES))
     account: str = ""
     weight: int = 1
@@ -155,18 +157,29 @@ class Session:
 
     async def _receive(self) -> str:
         """The next event. Raises _SessionEnd where there is none in time."""
-        loop, limits = asyncio.get_running_loop(), self._services.limits
+        loop = asyncio.get_running_loop()
+        heartbeat_s = self._services.heartbeat_s or math.inf
+        ping_at = loop.time() + heartbeat_s
         while True:
             try:
-                async with asyncio.timeout_at(min(self._ends_at, loop.time() + limits.idle_s)):
+                async with asyncio.timeout_at(min(ping_at, self._next_check_at(loop.time()))):
                     text = await self._websocket.receive()
             except TimeoutError:
-                self._check_time(loop.time(), limits)
+                self._check_time(loop.time())
             else:
                 self._active_at = loop.time()
                 return text
+            if loop.time() >= ping_at:
+                # Proxies cut a connection that is silent.
+                await self._websocket.ping()
+                ping_at = loop.time() + heartbeat_s
 
-    def _check_time(self, now: float, limits: RealtimeLimits) -> None:
+    def _next_check_at(self, now: float) -> float:
+        idle_since = self._active_at if self._running is None else now
+        return min(self._ends_at, idle_since + self._services.limits.idle_s)
+
+    def _check_time(self, now: float) -> None:
+        limits = self._services.limits
         if now >= self._ends_at:
             text = f"the session has lasted for {limits.session_s:.0f} s, which is the limit"
             raise _SessionEnd(DeadlineExceeded(text, reason="SESSION_EXPIRED"))
