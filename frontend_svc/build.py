@@ -87,7 +87,7 @@ from triptych_kit.security.listeners import ListenerSecurity
 from triptych_kit.security.setup import listener_security, peer_credentials
 from triptych_kit.server import ADMIN, PUBLIC, Lifecycle, Registration, Server, ServiceState
 from triptych_kit.telemetry.loop_lag import LoopLag
-from triptych_kit.telemetry.metrics import Metrics
+from triptych_kit.telemetry.metrics import Counts, Metrics
 
 _INFERENCE = "triptych.api.v1.InferenceService"
 _CHAT = "triptych.api.v1.ChatService"
@@ -292,6 +292,7 @@ def _requests(
         generation,
         pooling,
         resumable,
+        Counts({("generate",): 0, ("realtime",): 0}),
     )
 
 
@@ -301,7 +302,7 @@ def _answers(
     directory, takes_templates = engines.directory, config.request_templates
     return Answers(
         GenerateAnswers(requests.generation, requests.resumable),
-        SessionAnswers(requests.generation, max_sessions=config.max_sessions),
+        SessionAnswers(requests.generation, requests.sessions, max_sessions=config.max_sessions),
         ChatAnswers(requests.generation, takes_templates=takes_templates),
         PoolingAnswers(requests.pooling),
         TokenizerAnswers(directory, takes_templates=takes_templates),
@@ -472,6 +473,7 @@ def _http_listener(
         adapters=answers.adapters if config.allow_runtime_lora else None,
         pages=pages,
         realtime_limits=RealtimeLimits(config.realtime_max_sessions, config.realtime_idle_s),
+        sessions=requests.sessions,
         is_draining=lambda: requests.draining.has_begun,
     )
     listener = HTTPListener(

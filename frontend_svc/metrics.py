@@ -18,6 +18,8 @@ _REQUESTS: tuple[Row[RequestParts], ...] = (
         "Requests without a first token, which admission limits."),
     Row("gauge", "triptych_frontend_resumable_streams", lambda requests: len(requests.resumable),
         "Streams that their clients can resume."),
+    Row("gauge", "triptych_frontend_sessions_open", lambda requests: requests.sessions.values,
+        "Open sessions: calls of GenerateSession, and WebSockets of /v1/realtime.", labels=("api",)),
     Row("gauge", "triptych_frontend_text_workers", lambda requests: len(requests.text_workers.process_ids),
         "Processes that tokenize and render chats."),
     Row("gauge", "triptych_frontend_texts_queued", lambda requests: requests.text_workers.num_queued,

@@ -36,6 +36,7 @@ from frontend_svc.text.workers.workers import TextWorkers
 from triptych_kit.http.admin_http import AdminHTTP
 from triptych_kit.server import Lifecycle, Listener, Server
 from triptych_kit.telemetry.loop_lag import LoopLag
+from triptych_kit.telemetry.metrics import Counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class RequestParts:
     generation: Generation
     pooling: Pooling
     resumable: ResumableStreams
+    sessions: Counts  # that are open, by API
 
 
 @dataclass(frozen=True, slots=True)

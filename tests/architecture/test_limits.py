@@ -61,6 +61,7 @@ ALLOWED = {
     "frontend_svc/generation/answers/batch.py _MAX_RUNNING_ITEMS": _OWN,
     "frontend_svc/generation/answers/batch.py _MAX_WAITING_MESSAGES": _OWN,
     "frontend_svc/generation/answers/resumable.py _MAX_READ_LOGS": _OWN,
+    "frontend_svc/generation/answers/session.py _MAX_SUM_BYTES": _OWN,
     "frontend_svc/generation/answers/session.py _MAX_WAITING_APPENDS": _OWN,
     "frontend_svc/generation/answers/session.py _MAX_WAITING_BYTES": _OWN,
     "frontend_svc/generation/tracing.py _MAX_ATTEMPTS": _OWN,

@@ -22,14 +22,16 @@ from frontend_svc.text.prompt import RequestPrompt, too_long
 from triptych.api.v1 import generate_pb2, inference_pb2
 from triptych_kit.errors import InvalidArgument, ResourceExhausted, ServiceError, with_fields
 from triptych_kit.security.identity import Identity
-from triptych_kit.shares import SharedLimit
+from triptych_kit.shares import LimitPart, SharedLimit
+from triptych_kit.telemetry.metrics import Counts
 
 Request = inference_pb2.GenerateSessionRequest
 Response = inference_pb2.GenerateSessionResponse
 
-# Input that waits for the turns before it.
+# Input that waits for the turns before it, of a session and of all sessions.
 _MAX_WAITING_APPENDS = 64
 _MAX_WAITING_BYTES = 16 * 1024 * 1024
+_MAX_SUM_BYTES = 256 * 1024 * 1024
 _RETRY_AFTER_MS = 1000
 # Ends of turns after which a session goes on.
 _GO_ON = frozenset({EndReason.STOP, EndReason.LENGTH, EndReason.REPETITION})
@@ -38,17 +40,26 @@ _GO_ON = frozenset({EndReason.STOP, EndReason.LENGTH, EndReason.REPETITION})
 class SessionAnswers:
     """Answers to streams of input. Closing one aborts its turn."""
 
-    def __init__(self, generation: Generation, *, max_sessions: int) -> None:
-        self._generation = generation
-        self._max_sessions = max_sessions
-        self._open = SharedLimit(max_sessions)
+    def __init__(
+        self,
+        generation: Generation,
+        sessions: Counts,
+        *,
+        max_sessions: int,
+        max_waiting_bytes: int = _MAX_SUM_BYTES,
+    ) -> None:
+        """sessions: open ones by API.  max_waiting_bytes: of the input that waits in all sessions."""
+        self._generation, self._sessions = generation, sessions
+        self._open, self._waiting = SharedLimit(max_sessions), SharedLimit(max_waiting_bytes)
 
     async def stream(
         self, messages: AsyncIterator[Request], caller: Caller
     ) -> AsyncGenerator[Response, None]:
-        """What Generate would stream for each turn. Ends after the last input's turn, or with an error."""
-        with self._counted(caller.identity):
-            inbox, kept = _Inbox(), KeptRequest()
+        """The messages of Generate for each turn. Ends after the last input's turn, or with an error."""
+        identity = caller.identity
+        with self._counted(identity):
+            waiting = LimitPart(self._waiting, identity.account, identity.weight)
+            inbox, kept = _Inbox(waiting), KeptRequest()
             reading = asyncio.ensure_future(inbox.read(messages))
             try:
                 session = _Session(self._generation, caller, inbox, kept, await inbox.start())
@@ -63,26 +74,29 @@ class SessionAnswers:
                 kept.close()
                 reading.cancel()
                 await asyncio.wait((reading,))
+                inbox.clear()
 
     @contextmanager
     def _counted(self, identity: Identity) -> Iterator[None]:
         account, weight = identity.account, identity.weight
         if not self._open.has_room(account, weight):
             raise ResourceExhausted(
-                f"{self._open.total} sessions are open, the limit is {self._max_sessions}"
+                f"{self._open.total} sessions are open, the limit is {self._open.limit}"
                 f"{self._open.words(account, weight)}",
                 reason="TOO_MANY_SESSIONS",
                 retry_after_ms=_RETRY_AFTER_MS,
             )
         self._open.take(account, weight)
+        self._sessions.add("generate")
         try:
             yield
         finally:
+            self._sessions.add("generate", by=-1)
             self._open.give_back(account)
 
 
 class _Session:
-    """The tokens of a session, and what its next turn takes from its start."""
+    """The tokens of a session, and the parameters of its next turn."""
 
     def __init__(
         self,
@@ -199,12 +213,12 @@ class _AppendedPrompt(RequestPrompt):
 
 
 class _Inbox:
-    """What the client has sent, read while turns run."""
+    """Messages of the client, read while turns run. waiting: its bytes, among those of all sessions."""
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: LimitPart) -> None:
         self._start: generate_pb2.GenerateRequest | None = None
         self._appends: deque[inference_pb2.SessionAppend] = deque()
-        self._num_bytes = 0
+        self._waiting = waiting
         self._has_ended = False  # no more input may follow
         self._is_over = False  # no more messages follow
         self._error: ServiceError | None = None
@@ -250,8 +264,13 @@ class _Inbox:
         if not self._appends:
             return None
         append = self._appends.popleft()
-        self._num_bytes -= append.ByteSize()
+        self._waiting.add(-append.ByteSize())
         return append
+
+    def clear(self) -> None:
+        """Drop the inputs that wait."""
+        self._appends.clear()
+        self._waiting.clear()
 
     def raise_error(self) -> None:
         if self._error is not None:
@@ -294,7 +313,7 @@ class _Inbox:
             self._add(message.append)
         elif kind == "end":
             self._has_ended = True
-        elif self._num_unended:
+        elif self._num_unended and not self._is_cancelled:
             self._is_cancelled = True
             if self._cancel_turn is not None:
                 self._cancel_turn()
@@ -302,17 +321,27 @@ class _Inbox:
     def _add(self, append: inference_pb2.SessionAppend) -> None:
         if self._has_ended:
             raise InvalidArgument("append: must not follow end", field="append")
-        num_appends, num_bytes = len(self._appends), self._num_bytes
-        if num_appends >= _MAX_WAITING_APPENDS or num_bytes > _MAX_WAITING_BYTES:
-            raise ResourceExhausted(
-                f"{num_appends} appends of {num_bytes} bytes wait for their turns already, the limits are "
-                f"{_MAX_WAITING_APPENDS} and {_MAX_WAITING_BYTES}",
-                reason="QUEUE_FULL",
-                retry_after_ms=_RETRY_AFTER_MS,
-            )
+        self._check_room(append.ByteSize())
         self._appends.append(append)
         self._num_unended += 1
-        self._num_bytes += append.ByteSize()
+        self._waiting.add(append.ByteSize())
+
+    def _check_room(self, num_bytes: int) -> None:
+        """Raise ResourceExhausted if an input of `num_bytes` may not wait."""
+        num_appends, waiting = len(self._appends), self._waiting
+        if num_appends >= _MAX_WAITING_APPENDS or waiting.amount > _MAX_WAITING_BYTES:
+            text = (
+                f"{num_appends} appends of {waiting.amount} bytes wait for their turns already, "
+                f"the limits are {_MAX_WAITING_APPENDS} and {_MAX_WAITING_BYTES}"
+            )
+        elif not waiting.has_room(num_bytes):
+            text = (
+                f"appends of {waiting.shared.total} bytes wait for their turns in all sessions, "
+                f"the limit is {waiting.shared.limit}{waiting.words()}"
+            )
+        else:
+            return
+        raise ResourceExhausted(text, reason="QUEUE_FULL", retry_after_ms=_RETRY_AFTER_MS)
 
 
 def _check_start(start: generate_pb2.GenerateRequest) -> None:

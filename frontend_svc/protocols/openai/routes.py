@@ -93,6 +93,7 @@ from triptych_kit.errors import InvalidArgument, ServiceError, Unavailable
 from triptych_kit.http.pages import Pages
 from triptych_kit.security.authenticator import Authenticator
 from triptych_kit.security.identity import Identity
+from triptych_kit.telemetry.metrics import Counts
 from triptych_kit.version import installed_version
 
 # Fields of /tokenize that concern messages alone.
@@ -129,6 +130,7 @@ class OpenAIRoutes:
         pages: Pages | None = None,
         heartbeat_s: float = 15.0,
         realtime_limits: RealtimeLimits | None = None,
+        sessions: Counts | None = None,
         is_draining: Callable[[], bool] = lambda: False,
     ) -> None:
         self._generate, self._chat, self._served, self._tokenizer = generate, chat, models, tokenizer
@@ -152,7 +154,7 @@ class OpenAIRoutes:
             "/v1/models": self._models,
             "/v1/models/{model:path}": self._one_model,
             **response_routes.gets,
-            **RealtimeRoutes(models, services, is_draining=is_draining).gets,
+            **RealtimeRoutes(models, services, sessions or Counts(), is_draining=is_draining).gets,
             "/v1/streams/{request_id:path}": self._rest_of_stream,
         }
         posts: dict[str, Handler] = {

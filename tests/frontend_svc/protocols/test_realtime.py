@@ -453,7 +453,7 @@ async def test_a_session_that_is_idle_is_closed_and_one_with_a_response_is_not()
 
 
 async def test_a_silent_session_has_pings_and_is_idle_all_the_same():
-    async with session(http_heartbeat_s=0.1, realtime_idle_s=0.35) as client:
+    async with session(http_heartbeat_s=0.1, realtime_idle_s=0.8) as client:
         frames = [await client.frame()]
         while frames[-1] == (PING, b""):
             await client.connection.send(frame(b"", PONG))
@@ -540,9 +540,12 @@ async def test_a_session_is_counted_as_a_call_of_its_route():
     async with served() as client:
         async with opened(client.address, URL) as opening:
             await opening.event()
+            during = (await client.call("GET", "/metrics")).content.decode()
             await end(opening)
-        metrics = (await client.call("GET", "/metrics")).content.decode()
-    assert 'requests_total{handler="/v1/realtime",method="GET",status="1xx"} 1' in metrics
+        after = (await client.call("GET", "/metrics")).content.decode()
+    assert 'triptych_frontend_sessions_open{api="realtime"} 1' in during
+    assert 'triptych_frontend_sessions_open{api="realtime"} 0' in after
+    assert 'requests_total{handler="/v1/realtime",method="GET",status="1xx"} 1' in after
 
 
 async def test_a_frontend_that_drains_opens_no_session_and_ends_those_that_are_open():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,6 +17,7 @@ from frontend_svc.protocols.openai.realtime.session import Session, SessionServi
 from frontend_svc.protocols.openai.websocket import WebSocket, WebSocketResponse, upgrade_headers
 from triptych_kit.errors import ResourceExhausted, Unimplemented
 from triptych_kit.security.identity import current_identity
+from triptych_kit.telemetry.metrics import Counts
 
 # The protocol that browsers name beside their key.
 _PROTOCOL = "realtime"
@@ -24,12 +26,18 @@ _RETRY_AFTER_MS = 1000
 
 
 class RealtimeRoutes:
-    """is_draining: whether the frontend refuses new requests, and so new sessions."""
+    """sessions: open ones by API.  is_draining: whether new requests are refused, and so new sessions."""
 
     def __init__(
-        self, models: ModelAnswers, services: SessionServices, *, is_draining: Callable[[], bool]
+        self,
+        models: ModelAnswers,
+        services: SessionServices,
+        sessions: Counts,
+        *,
+        is_draining: Callable[[], bool],
     ) -> None:
         self._models, self._services, self._is_draining = models, services, is_draining
+        self._sessions = sessions
         self._num_open: Counter[str] = Counter()  # sessions, by account
         self.gets: dict[str, Handler] = {"/v1/realtime": without_rank(self._open)}
 
@@ -41,24 +49,36 @@ class RealtimeRoutes:
         if self._is_draining():
             raise shutting_down()
         model = self._models.one(request.query_params.get("model", "")).name
-        identity, limit = current_identity(), self._services.limits.max_sessions
+        identity = current_identity()
         account = account_of(identity, request.scope)
-        if self._num_open[account] >= limit:
+        self._check_room(account)
+        services = dataclasses.replace(self._services, account=account, weight=identity.weight)
+
+        async def serve(websocket: WebSocket) -> None:
+            with self._counted(account):
+                await Session(websocket, services, model, caller_of(request)).run()
+
+        return WebSocketResponse(headers, serve)
+
+    def _check_room(self, account: str) -> None:
+        """Raise ResourceExhausted if an account may not open another session."""
+        num_open, limit = self._num_open[account], self._services.limits.max_sessions
+        if num_open >= limit:
             raise ResourceExhausted(
-                f"{account or 'the client'} has {self._num_open[account]} sessions, the limit is {limit} "
+                f"{account or 'the client'} has {num_open} sessions, the limit is {limit} "
                 "(--realtime-max-sessions)",
                 reason="TOO_MANY_SESSIONS",
                 retry_after_ms=_RETRY_AFTER_MS,
             )
-        services = dataclasses.replace(self._services, account=account, weight=identity.weight)
 
-        async def serve(websocket: WebSocket) -> None:
-            self._num_open[account] += 1
-            try:
-                await Session(websocket, services, model, caller_of(request)).run()
-            finally:
-                self._num_open[account] -= 1
-                if not self._num_open[account]:
-                    del self._num_open[account]
-
-        return WebSocketResponse(headers, serve)
+    @contextmanager
+    def _counted(self, account: str) -> Iterator[None]:
+        self._num_open[account] += 1
+        self._sessions.add("realtime")
+        try:
+            yield
+        finally:
+            self._sessions.add("realtime", by=-1)
+            self._num_open[account] -= 1
+            if not self._num_open[account]:
+                del self._num_open[account]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 import pytest
 from grpc.aio import EOF  # type: ignore[attr-defined]  # its stubs leave it out
 
+from frontend_svc.api.calls import caller_of
+from frontend_svc.generation.answers.session import SessionAnswers
 from tests.frontend_svc.fakes import (
     AT_EOS,
     AT_LENGTH,
@@ -27,9 +29,12 @@ from tests.frontend_svc.fakes import (
     serving,
     serving_one,
 )
+from tests.frontend_svc.protocols.raw_http import until
 from triptych.api.v1 import generate_pb2, inference_pb2, request_pb2
 from triptych.common.v1 import error_pb2, output_pb2, sampling_pb2
 from triptych.engine.v1 import engine_pb2, step_pb2
+from triptych_kit.errors import ResourceExhausted
+from triptych_kit.telemetry.metrics import Counts
 
 Message = inference_pb2.GenerateSessionRequest
 
@@ -298,11 +303,37 @@ async def test_a_limited_number_of_appends_waits():
     assert "RetryInfo" in details_of(error)
 
 
+async def test_the_input_that_waits_in_all_sessions_is_limited_and_one_that_ends_makes_room():
+    async def sent(*messages: Message) -> AsyncIterator[Message]:
+        for message in messages:
+            yield message
+        await asyncio.Event().wait()
+
+    async with serving_one() as (engine, _, frontend):
+        answers = SessionAnswers(
+            frontend.requests.generation, Counts(), max_sessions=8, max_waiting_bytes=1000
+        )
+        first = answers.stream(sent(start(), append("a" * 400), append("a" * 400)), caller_of(None))
+        beginning = asyncio.ensure_future(anext(first))
+        await engine.wait_for_requests(1)
+        with pytest.raises(ResourceExhausted, match="turns in all sessions, the limit is 1000"):
+            await anext(answers.stream(sent(start(), append("a" * 400)), caller_of(None)))
+        beginning.cancel()
+        await asyncio.wait((beginning,))
+        third = answers.stream(sent(start(), append("a" * 400)), caller_of(None))
+        beginning = asyncio.ensure_future(anext(third))
+        request = (await engine.wait_for_requests(2))[-1]
+        engine.step({request: [7]}, cached={request: 0})
+        assert (await beginning).response.HasField("started")
+        await third.aclose()
+
+
 async def test_a_limited_number_of_sessions_is_open_and_one_that_ends_makes_room():
-    async with serving(FakeEngine(answer("x")), max_sessions=1) as (client, _):
+    async with serving(FakeEngine(answer("x")), max_sessions=1) as (client, frontend):
         first = Session(client)
         await first.send(start())
         await first.turn()
+        assert frontend.requests.sessions.values["generate",] == 1
         error = await Session(client).error()
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "1 sessions are open, the limit is 1" in error.details()
@@ -313,6 +344,7 @@ async def test_a_limited_number_of_sessions_is_open_and_one_that_ends_makes_room
         await third.send(start(), END)
         assert (await third.turn())[0].text == "x"
         assert await third.is_at_end()
+        await until(lambda: not frontend.requests.sessions.values["generate",])
 
 
 async def test_a_drain_ends_an_idle_session_and_waits_for_a_turn():
@@ -422,7 +454,8 @@ async def test_a_turn_that_is_cancelled_ends_with_its_next_token():
         (first,) = await engine.wait_for_requests(1)
         engine.step({first: [7]}, cached={first: 0})
         await session.read()
-        await session.send(CANCEL)
+        # The engine has it once, however often it is sent.
+        await session.send(CANCEL, CANCEL, CANCEL)
         await engine.wait(lambda: bool(engine.cancels))
         assert (engine.cancels[0].handle, engine.cancels[0].segment) == (first.handle, 0)
         aborted = step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_ABORT, turn_ended=True)
