@@ -40,7 +40,7 @@ class EngineScheduler(Protocol):
         ...
 
     def cancel_turn(self, request_id: str) -> None:
-        """End the turn of a resumable request with its next token; ignored between two turns."""
+        """End the turn of a request with its next token; ignored between two turns."""
         ...
 
     def unblock(self, request_id: str, name: str) -> None:

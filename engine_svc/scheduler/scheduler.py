@@ -188,9 +188,9 @@ class Scheduler:
         return []
 
     def cancel_turn(self, request_id: str) -> None:
-        """End the turn of a resumable request with its next token. One that waits for input is ignored."""
+        """End the turn of a request with its next token. One that waits for input is ignored."""
         request = self._queues.requests.get(request_id)
-        if request is not None and request.is_resumable and INPUT not in request.blockers:
+        if request is not None and INPUT not in request.blockers:
             cancel_turn(request)
 
     def unblock(self, request_id: str, name: str) -> None:

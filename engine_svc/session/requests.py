@@ -117,7 +117,9 @@ class SessionRequests:
     def cancel_turn(self, message: engine_pb2.CancelTurn) -> None:
         """End the turn of a request, unless it has ended."""
         entry = self._handles.get(message.handle)
-        if entry is not None and entry.segment == message.segment and not entry.is_idle:
+        if entry is None or entry.opened is None or entry.is_idle:
+            return
+        if entry.segment == message.segment:
             self._engine.inbox.put(CancelTurn(entry.request_id))
 
     def end_turns(self, handles: Iterable[int]) -> None:
@@ -129,12 +131,12 @@ class SessionRequests:
         """Let resumable requests end with their turns, and those that wait for input at once."""
         for handle in self._handles:
             entry = self._handles[handle]
-            if entry.opened is not None:
-                entry.opened = None
+            if entry.takes_input:
+                entry.takes_input = False
                 self._engine.inbox.put(Extend(entry.request_id, None))
 
     def note(self, handle: int, note: Extra) -> None:
-        """Pass on what the frontend says of a request that has ended; once, and not of one long ago."""
+        """Pass on a note of the frontend about a request that has ended; once, and not of one long ago."""
         request_id = self._handles.take_ended(handle)
         if request_id:
             self._engine.inbox.put(Note(request_id, note))
@@ -182,32 +184,38 @@ class SessionRequests:
             self._reject(entry.handle, entry_id, error)
             return
         request = self._handles.get(entry.handle)
-        if request is None or request.opened is None or entry.segment <= request.segment:
+        if request is None or not request.takes_input or entry.segment <= request.segment:
             # It ends or has ended, of which its last row reports; or a frontend that resumes repeats an ADD.
             return
-        deadline_at, failure, segment = None, None, None
         try:
-            if entry.segment != request.segment + 1:
-                following = f"the next one is {request.segment + 1}"
-                raise InvalidArgument(f"segment is {entry.segment}, {following}", field="segment")
-            if not entry.resumable:
-                request.opened = None
-            else:
-                if not request.is_idle:
-                    raise FailedPrecondition("the turn before has not ended", reason="TURN_NOT_ENDED")
-                now = self._engine.clock.now()
-                segment = messages.to_segment(entry, request.opened, **self._context(now))
-                deadline_at = messages.to_deadline(entry, now)
+            extend = self._extension(entry, request)
         except ServiceError as error:
-            failure = messages.to_failure(error)
+            extend = Extend(request.request_id, None, failure=messages.to_failure(error))
         except Exception:
             logger.exception("segment failed", extra={"request_id": request.request_id})
             failure = RequestFailed("", "internal error: the segment was not taken")
-        if failure is not None:
-            request.opened = None
-        request.segment, request.is_idle = entry.segment, False
-        request.stop_token_ids = frozenset(entry.sampling.stop_token_ids)
-        self._engine.inbox.put(Extend(request.request_id, segment, deadline_at, failure))
+            extend = Extend(request.request_id, None, failure=failure)
+        if extend.segment is None:
+            # The turn that runs stays what it is.
+            request.takes_input = False
+        else:
+            request.segment, request.is_idle = entry.segment, False
+            request.stop_token_ids = frozenset(entry.sampling.stop_token_ids)
+        self._engine.inbox.put(extend)
+
+    def _extension(self, entry: add_pb2.AddEntry, request: InFlight) -> Extend:
+        """The command for an ADD of a request that takes further input. Raises ServiceError."""
+        if entry.segment != request.segment + 1:
+            following = f"the next one is {request.segment + 1}"
+            raise InvalidArgument(f"segment is {entry.segment}, {following}", field="segment")
+        if not entry.resumable:
+            return Extend(request.request_id, None)
+        if not request.is_idle:
+            raise FailedPrecondition("the turn before has not ended", reason="TURN_NOT_ENDED")
+        assert request.opened is not None, "a request that takes input is resumable"
+        now = self._engine.clock.now()
+        segment = messages.to_segment(entry, request.opened, **self._context(now))
+        return Extend(request.request_id, segment, messages.to_deadline(entry, now))
 
     def _context(self, now: float) -> messages.RequestContext:
         return {
@@ -240,6 +248,7 @@ class SessionRequests:
             (entry.request_id, entry.attempt),
             frozenset(entry.sampling.stop_token_ids),
             opened=messages.to_open_request(request) if entry.resumable else None,
+            takes_input=entry.resumable,
         )
         if keeps_outputs:
             in_flight.orphan = self._orphaned_requests.keep(
@@ -322,10 +331,11 @@ class InFlight:
     stop_token_ids: frozenset[int]
     orphan: OrphanedRequest | None = None  # if other sessions may adopt it
     is_aborted: bool = False
-    opened: messages.OpenRequest | None = None  # while it takes further input
+    opened: messages.OpenRequest | None = None  # of a resumable request
+    takes_input: bool = False  # further segments
     segment: int = 0  # of its present turn
     is_idle: bool = False  # it waits for input
-    is_noted: bool = False  # the frontend has said what it has to say after the end
+    is_noted: bool = False  # the note that follows the end was passed on
 
     @property
     def attempt(self) -> int:

@@ -142,12 +142,13 @@ def test_a_cancelled_turn_whose_next_token_is_a_stop_token_stops():
     assert (output.finish_reason, output.stop_token_id) == (FinishReason.STOP, STOP)
 
 
-def test_a_request_that_takes_no_further_input_cannot_be_cancelled_by_turn():
+def test_the_last_turn_can_be_cancelled():
     stage = Stage()
-    stage.add(request("a", 3))
+    stage.add(session("a", 3))
+    assert stage.scheduler.extend("a", None, now=2.0) == []
     stage.scheduler.cancel_turn("a")
     [output] = stage.update(stage.schedule())
-    assert output.finish_reason is None
+    assert (output.finish_reason, output.continues) == (FinishReason.ABORT, False)
 
 
 def test_resumable_requests_and_idle_ones_are_counted():

@@ -210,6 +210,39 @@ async def test_a_cancelled_turn_ends_and_a_cancel_of_another_turn_is_ignored():
         assert (await until_ends(client, 3))[2].reason == LENGTH
 
 
+@pytest.mark.parametrize("ends_with", ["its client", "its engine"])
+async def test_the_last_turn_of_a_request_can_be_cancelled_and_is_what_its_add_says(ends_with: str):
+    async with served() as (rig, stub):
+        client = StreamClient(stub, "f")
+        await client.open(**FEATURES)
+        entries = [opening(1), opening(2)]
+        for entry in entries:
+            entry.sampling.max_tokens = 30
+        entries[1].sampling.stop_token_ids.append(expected_tokens(prompt_of(2), 2, 30)[-1])
+        await added(rig, client, *entries, hold_at=2)
+        if ends_with == "its client":
+            await client.add(segment(1, 1, resumable=False), segment(2, 1, resumable=False))
+        else:
+            rig.engine.lifecycle.move_to(EngineState.DRAINING)
+        await client.send(cancel_turn(1, 0))
+        await client.flush()
+        rig.executor.gate.set()
+        ends = {end.reason: end for end in await until_ends(client, 2)}
+        assert not any(end.turn_ended for end in ends.values())
+        assert len(client.tokens[1]) < 30 and ABORT in ends
+        assert ends[output_pb2.FINISH_REASON_STOP].stop_token_id == client.tokens[2][-1]
+
+
+async def test_a_request_without_turns_cannot_be_cancelled_by_turn():
+    async with connected() as (rig, _, client):
+        await added(rig, client, make_entry(1, max_tokens=30), hold_at=2)
+        await client.send(cancel_turn(1, 0))
+        await client.flush()
+        rig.executor.gate.set()
+        (end,) = await until_ends(client, 1)
+        assert end.reason == LENGTH
+
+
 def cancel_turn(handle: int, number: int) -> engine_pb2.ConnectRequest:
     return engine_pb2.ConnectRequest(cancel_turn=engine_pb2.CancelTurn(handle=handle, segment=number))
 
