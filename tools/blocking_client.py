@@ -12,7 +12,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "triptych_client"
 # Each file that is written, by its source.
-FILES = {"aio.py": "client.py", "aio_stream.py": "stream.py"}
+FILES = {"aio.py": "client.py", "aio_session.py": "session.py", "aio_stream.py": "stream.py"}
 _RULES = (
     (
         r"The asyncio client: .*\.",

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from triptych.api.v1 import model_pb2, request_pb2, tokenizer_pb2
+from triptych_client.aio_session import Session
 from triptych_client.aio_stream import Stream
 from triptych_client.aio_waiting import channel_ready, sleep
 from triptych_client.authorized import AuthorizedChannel
@@ -154,6 +155,13 @@ class Client:
         """The complete next message of a conversation."""
         request = build_chat_request(messages, options)
         return to_chat_completion(await self._call(self._stubs.chat.ChatOnce, request, options))
+
+    def session(self, **options: Unpack[GenerateOptions]) -> Session:
+        """Turns over one call, each of which continues all tokens before it; `options` are those of each.
+
+        The call is not retried, and ends with its connection.
+        """
+        return Session(self._stubs.session_starter(options), options)
 
     async def embed(self, inputs: Sequence[PoolingInput], **options: Unpack[EmbedOptions]) -> Embeddings:
         """One vector per text, or one per token."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 import grpc.aio
@@ -43,6 +44,24 @@ class Closing(asyncio.Event):
             self.set()
             raise
         return message if isinstance(message, Message) else None
+
+
+class SentMessages:
+    """The messages that a client streams, as they come."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Message | None] = asyncio.Queue()
+
+    def put(self, message: Message) -> None:
+        self._queue.put_nowait(message)
+
+    def end(self) -> None:
+        """Let none follow."""
+        self._queue.put_nowait(None)
+
+    async def __aiter__(self) -> AsyncIterator[Message]:
+        while (message := await self._queue.get()) is not None:
+            yield message
 
 
 async def channel_ready(channel: grpc.aio.Channel, timeout_s: float) -> None:

@@ -58,6 +58,7 @@ from triptych_client.generate_request import (
 )
 from triptych_client.request_status import RequestStatus, read_state, to_request_status
 from triptych_client.retry import Attempts, RetryPolicy
+from triptych_client.session import Session
 from triptych_client.stream import Stream
 from triptych_client.stream_plan import EventT, StreamPlan
 from triptych_client.stubs import Stubs
@@ -154,6 +155,13 @@ class Client:
         """The complete next message of a conversation."""
         request = build_chat_request(messages, options)
         return to_chat_completion(self._call(self._stubs.chat.ChatOnce, request, options))
+
+    def session(self, **options: Unpack[GenerateOptions]) -> Session:
+        """Turns over one call, each of which continues all tokens before it; `options` are those of each.
+
+        The call is not retried, and ends with its connection.
+        """
+        return Session(self._stubs.session_starter(options), options)
 
     def embed(self, inputs: Sequence[PoolingInput], **options: Unpack[EmbedOptions]) -> Embeddings:
         """One vector per text, or one per token."""

@@ -10,7 +10,8 @@ from triptych.common.v1 import sampling_pb2
 from triptych_client.call_options import CALL_OPTION_NAMES, CallOptions
 from triptych_client.plain_options import PlainSamplingOptions
 
-Prompt: TypeAlias = str | Sequence[int] | generate_pb2.PromptEmbeds
+SessionPrompt: TypeAlias = str | Sequence[int]
+Prompt: TypeAlias = SessionPrompt | generate_pb2.PromptEmbeds
 
 _OUTPUT_KINDS = {
     "delta": sampling_pb2.OUTPUT_KIND_DELTA,
@@ -98,6 +99,26 @@ def build_batch_request(
         build_generate_request(prompt, {**options, **own}) for prompt, own in zip(prompts, given, strict=True)
     ]
     return inference_pb2.GenerateBatchRequest(requests=requests)
+
+
+def build_session_message(
+    prompt: SessionPrompt, options: GenerateOptions, own: SamplingOptions, *, is_first: bool
+) -> inference_pb2.GenerateSessionRequest:
+    """The message with an input of a session: all `options` with the first, those of sampling with each.
+
+    `own` are those of its turn, in place of the same ones of `options`. Raises TypeError for an unknown name.
+    """
+    split_options(own, {})
+    request = build_generate_request(prompt, {**options, **own})
+    if is_first:
+        return inference_pb2.GenerateSessionRequest(start=request)
+    # Without parameters those of the turn before would stay.
+    append = inference_pb2.SessionAppend(sampling=request.sampling)
+    if isinstance(prompt, str):
+        append.prompt = prompt
+    else:
+        append.token_ids.CopyFrom(request.token_ids)
+    return inference_pb2.GenerateSessionRequest(append=append)
 
 
 def split_options(

@@ -48,3 +48,8 @@ class Stubs:
             return rpc(request, timeout=next_call.timeout_s, metadata=metadata)
 
         return start
+
+    def session_starter(self, options: CallOptions) -> Callable[[Any], Any]:
+        """A function that makes the call of a session with the messages that it sends."""
+        rpc, metadata = self.inference.GenerateSession, metadata_pairs(options)
+        return lambda messages: rpc(messages, timeout=options.get("timeout_s"), metadata=metadata)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
+from collections.abc import Iterator
 from typing import Protocol
 
 import grpc
@@ -31,6 +33,29 @@ class Closing(threading.Event):
     def read(self, call: StreamCall) -> Message | None:
         """The next answer of `call`; None at its end."""
         return next(call, None)
+
+
+class SentMessages:
+    """The messages that a client streams, as they come. A thread of gRPC waits for the next one."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+
+    def put(self, message: Message) -> None:
+        self._queue.put(message)
+
+    def end(self) -> None:
+        """Let none follow."""
+        self._queue.put(None)
+
+    def __iter__(self) -> Iterator[Message]:
+        return self
+
+    def __next__(self) -> Message:
+        message = self._queue.get()
+        if message is None:
+            raise StopIteration
+        return message
 
 
 def channel_ready(channel: grpc.Channel, timeout_s: float) -> None:

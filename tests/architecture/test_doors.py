@@ -69,6 +69,8 @@ LIMITED_OTHERWISE = {
     "triptych_kit/server.py": "signals of an operator",
     "triptych_cli/engines/in_process.py": "messages of the one client in the same process",
     "triptych_cli/offline/session.py": "an input and the answer to it: turns follow one another",
+    "triptych_client/aio_waiting.py": "inputs of one session, of which a frontend takes 64 ahead",
+    "triptych_client/waiting.py": "inputs of one session, of which a frontend takes 64 ahead",
 }
 QUEUES = {"Queue", "LifoQueue", "PriorityQueue", "SimpleQueue"}
 UNSAFE_CALLS = {"eval", "exec", "pickle.load", "pickle.loads", "marshal.loads", "yaml.load", "os.system"}

@@ -20,7 +20,7 @@ from tests.frontend_svc.fakes import (
     answer,
     serving,
 )
-from triptych.common.v1 import tensor_pb2
+from triptych.common.v1 import output_pb2, tensor_pb2
 from triptych.engine.v1 import step_pb2
 from triptych_client.aio import Client
 from triptych_client.chat_events import ChatDelta, ChatEvent, ToolCallPiece
@@ -255,6 +255,73 @@ async def test_the_blocking_client_serves_threads_side_by_side() -> None:
     async with serving(engine) as (_, frontend):
         with BlockingClient(frontend.address) as client:
             await asyncio.gather(*(asyncio.to_thread(use, client, number) for number in range(4)))
+
+
+def kept_answer(engine: FakeEngine, request: FakeRequest) -> None:
+    """Answer each turn with two tokens, and keep the request for the next."""
+    end = step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_LENGTH, turn_ended=True)
+    if request.entry.resumable:
+        engine.step({request: [7, 8]}, finished={request: end}, cached={request: 0})
+
+
+async def test_a_session_streams_turns_that_continue_each_other() -> None:
+    engine = FakeEngine(kept_answer, features=("input_segments",))
+    async with serving(engine) as (_, frontend), Client(frontend.address) as client:
+        async with client.session(temperature=0.5, job_id="job", session_id="a") as session:
+            first = [event async for event in session.generate("the cat", max_tokens=9)]
+            second = [event async for event in session.generate([5, 6])]
+            session.generate(" and")
+            last = [event async for event in session.generate([3], temperature=0.25)]
+            with pytest.raises(TypeError, match="model"):
+                session.generate([4], model="other")  # type: ignore[call-arg]
+        assert [event async for event in session.generate([4])] == []
+        end = (await engine.wait_for_requests(5))[-1]
+        async with client.session() as session:
+            with pytest.raises(TriptychError, match=r"sampling.n is 2"):
+                _ = [event async for event in session.generate("a", n=2, temperature=1.0)]
+            with pytest.raises(TriptychError, match="INVALID_ARGUMENT"):
+                _ = [event async for event in session.generate("a")]
+    for events in (first, second, last):
+        assert [type(event) for event in events] == [Started, Delta, Finished]
+    turns = [request.entry for request in engine.requests[:4]]
+    prompts = [
+        TOKENIZER.encode("the cat").ids,
+        [8, 5, 6],
+        [8, *TOKENIZER.encode(" and", add_special_tokens=False).ids],
+        [8, 3],
+    ]
+    assert [request.prompt for request in engine.requests[:4]] == prompts
+    assert [turn.sampling.temperature for turn in turns] == [0.5, 0.5, 0.5, 0.25]
+    assert turns[0].sampling.max_tokens == 9 != turns[1].sampling.max_tokens
+    assert {turn.job_id for turn in turns} == {"job"}
+    assert (end.entry.segment, end.entry.resumable) == (4, False)
+
+
+async def test_a_turn_of_a_session_is_cancelled_and_the_next_goes_on() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as (_, frontend):
+
+        def use(client: BlockingClient) -> list[str]:
+            reasons = []
+            with client.session() as session:
+                for prompt in ([1, 2], [3]):
+                    events = session.generate(prompt)
+                    assert isinstance(next(events), Started)
+                    assert isinstance(next(events), Delta)
+                    session.cancel_turn()
+                    reasons += [event.reason for event in events if isinstance(event, Finished)]
+                waiting = session.generate([4])
+                session.close()
+                assert list(waiting) == []
+            return reasons
+
+        with BlockingClient(frontend.address) as client:
+            using = asyncio.ensure_future(asyncio.to_thread(use, client))
+            for number in (1, 2):
+                request = (await engine.wait_for_requests(number))[-1]
+                engine.step({request: [7]}, cached={request: 0})
+            assert await using == ["abort", "abort"]
+    assert engine.requests[1].prompt == [1, 2, 7, 3]
 
 
 async def test_the_blocking_client_pools() -> None:
