@@ -27,7 +27,7 @@ def note_limits(request: Request, max_model_len: int) -> None:
 def begin_turn(request: Request, segment: InputSegment, max_model_len: int, now: float) -> None:
     """Append an input segment. All tokens before the output of this turn count as prompt from now on.
 
-    What is recorded of a request is recorded of each turn: its times, end, drafts and cached tokens.
+    Times, end, drafts and cached tokens are recorded anew for each turn.
     """
     request.token_ids += segment.token_ids
     request.num_prompt_tokens = request.num_tokens

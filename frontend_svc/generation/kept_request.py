@@ -28,7 +28,7 @@ class KeptRequest:
         self.is_cancelled = False  # the turn
 
     def engine_for(self, prepared: Prepared) -> EngineClient | None:
-        """The engine that keeps what comes before the new tokens of a turn; None: there is none."""
+        """The engine that keeps all tokens before the new ones of a turn; None: there is none."""
         client, prompt = self._client, prepared.prompt
         if client is None or not client.requests.is_idle(self._entry.handle):
             return None

@@ -7,7 +7,7 @@ from triptych.engine.v1 import add_pb2, session_pb2
 
 
 class Job(RequestOption):
-    """The ADD has the job, and its turns go to the same engine, which gets a hint of what each has called."""
+    """The ADD has the job. Its turns go to one engine, which gets a hint of the tool that each has called."""
 
     fields = ("job_id", "is_last_step")
 

@@ -122,27 +122,27 @@ class Session:
             raise InvalidArgument(
                 f"prompt has {len(inputs)} entries, must be one text or one list of token ids"
             )
-        (given,) = inputs
+        (text_or_ids,) = inputs
         if not (sampling_params is None or isinstance(sampling_params, SamplingParams)):
             raise InvalidArgument(f"sampling_params is {sampling_params!r}, must be SamplingParams")
         message = Message()
         target: Any = message.append if self._has_begun else message.start
         if not self._has_begun:
             target.CopyFrom(self._request)
-        if given.text is not None:
-            target.prompt = given.text
+        if text_or_ids.text is not None:
+            target.prompt = text_or_ids.text
         else:
-            target.token_ids.ids.extend(given.token_ids)
+            target.token_ids.ids.extend(text_or_ids.token_ids)
         if sampling_params is not None:
             target.sampling.CopyFrom(sampling_params.to_proto())
         if sampling_params is not None or not self._has_begun:
             # One message has the whole output.
             target.sampling.output_kind = sampling_pb2.OUTPUT_KIND_FINAL_ONLY
         self._has_begun = True
-        return to_result(self._run(self._call.turn(message)), given.text)
+        return to_result(self._run(self._call.turn(message)), text_or_ids.text)
 
     def close(self) -> None:
-        """End it. What an engine keeps of it is free then."""
+        """End it, and free the blocks that an engine keeps for it."""
         # Where the engine is dead or `LLM` is closed it has ended.
         with contextlib.suppress(ServiceError):
             self._run(self._call.close())

@@ -74,7 +74,7 @@ class ToolGaps:
 
 @dataclass(frozen=True, slots=True)
 class PinValue:
-    """What a pin is worth at this time, in seconds of steps.
+    """The value of a pin at this time, in seconds of steps.
 
     saved_s: that the job's next turn takes less if its blocks are there.
     cost_s: that others' requests take more, for each second of the pin.
@@ -128,7 +128,7 @@ class UtilityTtl:
 
 
 def _best_seen(gaps: Sequence[float], value: PinValue) -> float:
-    best_s, most = 0.0, 0.0
+    best_s, best_gain = 0.0, 0.0
     # One gap more than there were is longer than all of them.
     num_gaps = len(gaps) + 1
     waited_s = 0.0  # the sum of the gaps up to the time
@@ -136,8 +136,8 @@ def _best_seen(gaps: Sequence[float], value: PinValue) -> float:
         waited_s += gap_s
         ttl_s = min(gap_s * _LATE_FACTOR + _LATE_S, MAX_TTL_S)
         gain = rank * value.saved_s - (waited_s + (num_gaps - rank) * ttl_s) * value.cost_s
-        if gain > most:
-            best_s, most = ttl_s, gain
+        if gain > best_gain:
+            best_s, best_gain = ttl_s, gain
     return best_s
 
 

@@ -1,4 +1,4 @@
-"""What an ADD and a hint say of a job's turn. Neither reaches the ranks."""
+"""The job of an ADD, hints about its turns, and calls of operators. None reaches the ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class JobTurn(Extra):
 
 @dataclass(frozen=True, slots=True)
 class FinishHint(Extra):
-    """What the output of a turn, which has ended, calls.
+    """The tool that the output of a turn, which has ended, calls.
 
     tool: the first that it calls; "": none; None: not known.
     """

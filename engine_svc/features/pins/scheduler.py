@@ -245,8 +245,8 @@ class JobPins(SchedulerFeature):
         pins = self._pins
         # A hit leaves a token to compute, which is none of these.
         tokens = [*call.token_ids, 0]
-        asked = Request("", tokens, len(tokens), SamplingParams(1), cache_salt=call.cache_salt)
-        block_ids = pins.cache.match_prefix(asked).held_block_ids
+        prefix = Request("", tokens, len(tokens), SamplingParams(1), cache_salt=call.cache_salt)
+        block_ids = pins.cache.match_prefix(prefix).held_block_ids
         if not block_ids:
             call.failure = RequestFailed("FAILED_PRECONDITION", "no full block of these tokens is cached")
             return
@@ -261,7 +261,7 @@ class JobPins(SchedulerFeature):
         call.pin = pin.info(now)
 
     def _lease_refusal(self, call: PinPrefix, num_blocks: int) -> RequestFailed | None:
-        """Why an operator may not pin so many blocks beside the others; None: there is no reason."""
+        """Why an operator may not pin `num_blocks` beside the others; None: there is no reason."""
         leases = [pin for pin in self._pins if pin.is_lease]
         parts = [("--max-pinned-share", self._max_leased_share, leases)]
         if call.tenant:
@@ -323,7 +323,7 @@ class _Mean:
 
 
 class _Load:
-    """What time and blocks are worth at present, as steps and requests show."""
+    """The value of time and blocks at present, by steps and requests."""
 
     def __init__(self) -> None:
         self.is_short = False  # a request found no blocks since the last step

@@ -69,18 +69,18 @@ def job_key(tenant: str, job_id: str) -> str:
 
 async def _pin(context: CallContext, call: utility_pb2.UtilityCall) -> utility_pb2.UtilityResult:
     """Pin blocks for an operator."""
-    asked = call.pin_blocks
-    _check(_PIN_RULES, asked, "pin_blocks.")
+    prefix = call.pin_blocks
+    _check(_PIN_RULES, prefix, "pin_blocks.")
     limit, vocab_size = context.core.facts.max_model_len, context.core.facts.vocab_size
-    check(len(asked.token_ids) <= limit, "pin_blocks.token_ids", len(asked.token_ids), f"{limit} at most")
-    highest = max(asked.token_ids)
+    check(len(prefix.token_ids) <= limit, "pin_blocks.token_ids", len(prefix.token_ids), f"{limit} at most")
+    highest = max(prefix.token_ids)
     check(highest < vocab_size, "pin_blocks.token_ids", highest, f"below {vocab_size}")
     note = PinPrefix(
-        list(asked.token_ids),
-        asked.ttl_s,
-        asked.job_id,
-        scoped_salt(asked.tenant, asked.cache_salt),
-        asked.tenant,
+        list(prefix.token_ids),
+        prefix.ttl_s,
+        prefix.job_id,
+        scoped_salt(prefix.tenant, prefix.cache_salt),
+        prefix.tenant,
     )
     await context.ask(lambda controls: controls.note(note))
     if note.failure is not None:
@@ -91,13 +91,13 @@ async def _pin(context: CallContext, call: utility_pb2.UtilityCall) -> utility_p
 
 
 async def _release(context: CallContext, call: utility_pb2.UtilityCall) -> utility_pb2.UtilityResult:
-    asked = call.release_pins
-    if not asked.pin_id and not asked.job_id:
+    target = call.release_pins
+    if not target.pin_id and not target.job_id:
         raise InvalidArgument("target is not set, it takes pin_id or job_id", field="release_pins.target")
-    note = ReleasePins(asked.pin_id, asked.job_id)
+    note = ReleasePins(target.pin_id, target.job_id)
     result = await _released(context, note)
     if not note.num_pins:
-        name = (asked.pin_id or asked.job_id)[:80]
+        name = (target.pin_id or target.job_id)[:80]
         raise NotFound(f"there is no pin {name!r}", resource_type="pin", resource_name=name)
     return result
 

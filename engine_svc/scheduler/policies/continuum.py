@@ -88,7 +88,7 @@ class RetainedFirst:
         self._queues[self._of_jobs.pop(request, False)].remove(request)
 
     def candidates(self) -> Iterator[Request]:
-        """In the order of this moment: what is released or retained during a step counts from the next on."""
+        """In the order of this moment: blocks released or retained during a step count from the next on."""
         if self._version != self._retained.version:
             self._version = self._retained.version
             self._sort()

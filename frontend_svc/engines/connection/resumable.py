@@ -1,4 +1,4 @@
-"""Resumable requests of one engine: which of them wait for input, and what ends each. Knows no stream."""
+"""Resumable requests of one engine: those that wait for input, and the ADD that ends each."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from triptych.engine.v1 import add_pb2
 class ResumableRequests:
     """By handle, from the ADD that opens one to its end.
 
-    Call `send` for each ADD, `begin` at the first output of a turn, `end_turn` and `end` with what the engine
-    has ended.
+    Call `send` for each ADD, `begin` at the first output of a turn, `end_turn` and `end` when the engine has
+    ended a turn or a request.
     """
 
     def __init__(self) -> None:

@@ -36,14 +36,14 @@ REFUSED_EVENTS = {
 
 
 class Envelope(msgspec.Struct):
-    """What every event has. Its other fields are passed over."""
+    """The fields of every event. Others are passed over."""
 
     type: str
     event_id: str | None = None
 
 
 class SessionFields(SameSampling, kw_only=True):
-    """What a session sets for its responses, and a response for itself. `seed` and sampling are vLLM's."""
+    """Settings of a session for its responses, or of one response. `seed` and sampling are vLLM's."""
 
     ignored: ClassVar[frozenset[str]] = IGNORED_IN_SESSIONS
     refused: ClassVar[Mapping[str, Refusal]] = REFUSED_IN_SESSIONS
@@ -99,7 +99,7 @@ class ResponseCancel(_Event, kw_only=True):
 
 
 def envelope_of(content: bytes) -> Envelope:
-    """Raises InvalidArgument for what is no event."""
+    """Raises InvalidArgument unless it is the JSON of an event."""
     try:
         return msgspec.json.decode(content, type=Envelope)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -135,8 +135,8 @@ def response_body(model: str, fields: SessionFields) -> ResponseBody:
 
 def shown(fields: SessionFields) -> dict[str, Any]:
     """The fields of a session as its events show them."""
-    given = {name: value for name, value in msgspec.to_builtins(fields).items() if value is not None}
-    return {**_SHOWN, **given, "output_modalities": ["text"], "truncation": "disabled"}
+    own = {name: value for name, value in msgspec.to_builtins(fields).items() if value is not None}
+    return {**_SHOWN, **own, "output_modalities": ["text"], "truncation": "disabled"}
 
 
 def _not_served(field: str, text: str) -> Unimplemented:

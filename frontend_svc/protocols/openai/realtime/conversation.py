@@ -120,15 +120,15 @@ class Conversation:
 def read_item(raw: Mapping[str, Any], ignored: IgnoredFields, at: str) -> Item:
     """An item of a client; `at` is its field. Raises InvalidArgument and Unimplemented."""
     kind = raw.get("type", "message")
-    given = {name: value for name, value in raw.items() if value is not None and name != "object"}
+    fields = {name: value for name, value in raw.items() if value is not None and name != "object"}
     if kind == "function_call":
-        given = {"call_id": f"call_{secrets.token_hex(12)}", **given}
-    add_item([], given, ignored, at)
-    item_id = given.get("id", f"{_PREFIXES.get(kind, 'msg')}_{secrets.token_hex(12)}")
+        fields = {"call_id": f"call_{secrets.token_hex(12)}", **fields}
+    add_item([], fields, ignored, at)
+    item_id = fields.get("id", f"{_PREFIXES.get(kind, 'msg')}_{secrets.token_hex(12)}")
     if not _ID.fullmatch(item_id):
         raise InvalidArgument(f"{at}.id must be 1..128 printable characters without spaces", field=f"{at}.id")
     fixed = {"id": item_id, "object": "realtime.item", "type": kind}
-    return {"status": "completed", **given, **fixed}
+    return {"status": "completed", **fields, **fixed}
 
 
 def as_input(item: Item) -> Item:

@@ -20,7 +20,7 @@ _CANCELLED = {"type": "cancelled", "reason": "client_cancelled"}
 
 
 class RealtimeResponse:
-    """conversation: the one that its items are added to, if there is one.  echo: what it repeats."""
+    """conversation: the one that its items are added to, if there is one.  echo: fields that it repeats."""
 
     def __init__(self, model: str, conversation: Conversation | None, echo: Mapping[str, Any]) -> None:
         self.id = f"resp_{secrets.token_hex(24)}"

@@ -78,7 +78,7 @@ class RealtimeLimits:
 
 @dataclass(frozen=True, slots=True)
 class SessionServices:
-    """What sessions share. account, weight: whose share of it a session uses.
+    """Services and limits of all sessions. account, weight: whose share of them a session uses.
 
     heartbeat_s: time between two pings; 0: there are none.  held: the bytes of their conversations.
     """
