@@ -6,7 +6,7 @@ Imports no torch, so that `serve` and `LLM` refuse a start without waiting for a
 from __future__ import annotations
 
 import runpy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.loading.folder import (
     Header,
     check_model_path,
-    check_quantization,
     read_headers,
     read_json_object,
     stated_dtype,
     stated_max_position,
     text_config,
 )
+from engine_svc.model.loading.formats.sources import quantization_method, weight_sources
 from engine_svc.model.loading.hub import is_gguf_path, is_hub_id
 from engine_svc.runner.memory.host_memory import MIB, cuda_device_bytes, free_host_bytes
 from engine_svc.scheduler.policies import POLICIES
@@ -53,12 +53,16 @@ def check_start(config: EngineConfig, *, num_engines: int = 1) -> None:
     folder = Path(config.model)
     check_model_path(folder)
     content = read_json_object(folder / "config.json")
-    check_quantization(folder, content, ())
     if content.get("is_encoder_decoder") is True:
         raise UnsupportedModel(f"{folder} is an encoder-decoder; only decoders can be served")
     _check_ranks(config, text_config(content))
     headers = read_headers(folder)
-    check_quantization(folder, content, headers)
+    sources = weight_sources(folder, content, (entry for header in headers for entry in header.entries))
+    if sources and config.quantization != "none":
+        raise ConfigError(
+            f"--quantization {config.quantization} quantizes at load, and the weights of {folder} are "
+            f"quantized with {quantization_method(content)} already: leave it out"
+        )
     limit = stated_max_position(content)
     if limit is not None and config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"--max-model-len is {config.max_model_len}, the model takes {limit}")
@@ -66,7 +70,8 @@ def check_start(config: EngineConfig, *, num_engines: int = 1) -> None:
         path = folder / kind.value
         if path.is_file():
             check_content(kind, path.read_bytes())
-    num_bytes = _weight_bytes(config, headers, stated_dtype(content))
+    parts = {name for source in sources.values() for name in source.tensors}
+    num_bytes = _weight_bytes(config, headers, parts, stated_dtype(content))
     _check_memory(config, num_bytes, devices, num_engines)
 
 
@@ -142,15 +147,18 @@ def _checked_devices(config: EngineConfig) -> Sequence[int]:
     return devices
 
 
-def _weight_bytes(config: EngineConfig, headers: Sequence[Header], stated: str | None) -> int:
-    """The least memory that the weights take, once loaded."""
+def _weight_bytes(
+    config: EngineConfig, headers: Sequence[Header], quantized: Collection[str], stated: str | None
+) -> int:
+    """The least memory that the weights take, once loaded.  quantized: tensors that keep their width."""
     size = _BYTES_OF_DTYPES.get(config.dtype) or _BYTES_OF_DTYPES.get(stated or "")
     if config.quantization != "none":
         size = 1
     entries = [entry for header in headers for entry in header.entries]
-    if size is None:
-        return sum(entry.end - entry.start for entry in entries)
-    return sum(entry.num_elements * size for entry in entries)
+    return sum(
+        entry.end - entry.start if size is None or entry.name in quantized else entry.num_elements * size
+        for entry in entries
+    )
 
 
 def _check_memory(config: EngineConfig, num_bytes: int, devices: Sequence[int], num_engines: int) -> None:

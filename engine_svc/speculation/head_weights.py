@@ -10,11 +10,11 @@ from torch import Tensor
 
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.facts import KVShape, ModelFacts
-from engine_svc.model.loading.checkpoint import Checkpoint, replaced_tensors
-from engine_svc.model.loading.folder import weight_files
+from engine_svc.model.loading.checkpoint import Checkpoint
 from engine_svc.model.loading.loader import (
     builder_type,
     ignore_progress,
+    open_weights,
     read_llama_config,
     read_model_config,
 )
@@ -34,13 +34,7 @@ def load_mtp_head(checkpoint: Checkpoint, target: NativeDecoder, facts: ModelFac
     facts: of the target.  Raises CheckpointError or UnsupportedModel.
     """
     spec = _native_spec(checkpoint.folder)
-    reader = WeightReader(
-        weight_files(checkpoint.folder),
-        ignore_progress,
-        device=target.cos_sin.device,
-        dtype=target.dtype,
-        replaced=replaced_tensors(checkpoint),
-    )
+    reader = open_weights(checkpoint, ignore_progress, device=target.cos_sin.device, dtype=target.dtype)
     layout = _find_layout(spec, reader)
     if layout is None:
         raise CheckpointError(f"{checkpoint.folder} has no MTP head in a layout that is known here")
@@ -78,7 +72,7 @@ def load_eagle_head(folder: Path, target: NativeDecoder, facts: ModelFacts) -> E
     """
     content, config, spec = _read_eagle(folder)
     device, hidden = target.cos_sin.device, spec.hidden_size
-    reader = WeightReader(weight_files(folder), ignore_progress, device=device, dtype=target.dtype)
+    reader = open_weights(Checkpoint(folder), ignore_progress, device=device, dtype=target.dtype)
     prefix = next((each for each in _EAGLE_PREFIXES if each + "hidden_norm.weight" in reader.names), None)
     if prefix is None:
         raise CheckpointError(f"{folder} lacks midlayer.hidden_norm.weight, so it is no EAGLE-3 head")

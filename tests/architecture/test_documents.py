@@ -16,6 +16,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from engine_svc.build.features import wire_features
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext
+from engine_svc.model.loading.formats.sources import FORMATS
 from engine_svc.scheduler.policies import POLICIES
 from frontend_svc.generation.preprocess import CORE_FIELDS
 from frontend_svc.options import OPTIONS
@@ -165,6 +166,9 @@ class TestWhatIsSupported:
 
     def test_quantization(self) -> None:
         assert names_in("quantization at load, native models") == choices("quantization") - {"none"}
+
+    def test_quantized_checkpoints(self) -> None:
+        assert names_in("quantized checkpoints") == {each.name for each in FORMATS}
 
     def test_devices(self) -> None:
         assert choices("device") - {"auto"} <= names_in("devices")

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from engine_svc.model.errors import CheckpointError, listed
 from engine_svc.model.loading.folder import HeaderEntry, read_header, read_headers, read_json_object
+from engine_svc.model.loading.formats.sources import weight_sources
 
 # Why an adapter cannot be served.
 AdapterError = CheckpointError
@@ -95,11 +96,12 @@ class AdapterFiles:
 
 def module_shapes(model: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the weights of a model's modules, by their names in the whole model. CheckpointError."""
+    entries = [entry for header in read_headers(model) for entry in header.entries]
+    sources = weight_sources(model, read_json_object(model / "config.json"), entries)
+    weights = {entry.name: entry.shape for entry in entries}
+    weights |= {name: source.shape for name, source in sources.items()}
     shapes = {
-        entry.name.removesuffix(".weight"): entry.shape
-        for header in read_headers(model)
-        for entry in header.entries
-        if entry.name.endswith(".weight")
+        name.removesuffix(".weight"): shape for name, shape in weights.items() if name.endswith(".weight")
     }
     # A decoder that was saved without its head.
     if "embed_tokens" in shapes:

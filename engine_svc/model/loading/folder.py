@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_svc.model.errors import CheckpointError, UnsupportedModel
+from engine_svc.model.errors import CheckpointError
 from engine_svc.model.loading.gguf.config import read_config
 from engine_svc.model.loading.gguf.file import read_model
 from engine_svc.model.loading.gguf.names import read_origins
@@ -29,8 +29,8 @@ _FOREIGN_FORMATS = {
     "*.h5": "a TensorFlow checkpoint",
 }
 _READ_FORMATS = (
-    "models are read from config.json and safetensors in float32, bfloat16 or float16, "
-    "which --quantization int8 (fp8 on a GPU) quantizes at load"
+    "models are read from config.json and safetensors, in float32, bfloat16 or float16 "
+    "or quantized (compressed-tensors, gptq, awq, fp8, mxfp4)"
 )
 _CONVERT = (
     'python -c "from transformers import AutoModelForCausalLM as M; '
@@ -59,14 +59,6 @@ _LENGTH_BYTES = 8
 # That of the safetensors library.
 _MAX_HEADER_BYTES = 100_000_000
 _LFS_POINTER = b"version "
-# Tensors that only quantized weights have, by the end of their names.
-_QUANTIZED_TENSORS = {
-    ".qweight": "gptq or awq",
-    ".weight_packed": "compressed-tensors",
-    ".weight_scale": "fp8 or compressed-tensors",
-    ".weight_scale_inv": "fp8",
-    ".weight.absmax": "bitsandbytes",
-}
 _LENGTH_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
 
 
@@ -123,15 +115,6 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} cannot be read: it is not a JSON object")
     return content
-
-
-def check_quantization(folder: Path, content: Mapping[str, Any], headers: Iterable[Header]) -> None:
-    """Raise UnsupportedModel, with the name of the method, for a checkpoint of quantized weights."""
-    method = _stated_quantization(content) or _seen_quantization(headers)
-    if method is not None:
-        raise UnsupportedModel(
-            f"{folder} has weights quantized with {method}, which is not read; {_READ_FORMATS}"
-        )
 
 
 def stated_max_position(content: Mapping[str, Any]) -> int | None:
@@ -267,26 +250,6 @@ def text_config(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config.json that describes the decoder, with what is stated beside it."""
     inner = content.get("text_config")
     return {**content, **inner} if isinstance(inner, Mapping) else content
-
-
-def _stated_quantization(content: Mapping[str, Any]) -> str | None:
-    part = text_config(content)
-    # The second is a former name, the third that of MLX.
-    stated = [part.get(key) for key in ("quantization_config", "compression_config", "quantization")]
-    section = next((each for each in stated if each is not None), None)
-    if section is None:
-        return None
-    names = (
-        [section.get(key) for key in ("quant_method", "quant_algo")] if isinstance(section, Mapping) else []
-    )
-    return next((str(name) for name in names if name), "a method that config.json does not name")
-
-
-def _seen_quantization(headers: Iterable[Header]) -> str | None:
-    names = (entry.name for header in headers for entry in header.entries)
-    return next(
-        (method for name in names for end, method in _QUANTIZED_TENSORS.items() if name.endswith(end)), None
-    )
 
 
 def _shard_names(index: Path) -> list[str]:

@@ -18,7 +18,8 @@ from engine_svc.core.pooling_spec import PoolingFilesError, PoolingOptions, Pool
 from engine_svc.model.errors import CheckpointError, UnsupportedModel, listed
 from engine_svc.model.facts import KVShape, ModelFacts
 from engine_svc.model.loading.checkpoint import Checkpoint, replaced_tensors, weights_digest
-from engine_svc.model.loading.folder import weight_files
+from engine_svc.model.loading.folder import read_header, read_json_object, weight_files
+from engine_svc.model.loading.formats.sources import weight_sources
 from engine_svc.model.loading.model_config import ModelConfig
 from engine_svc.model.loading.progress import Progress
 from engine_svc.model.loading.weights import WeightReader
@@ -174,9 +175,11 @@ def _load(
     config = read_model_config(folder, options, pooling)
     if config.max_position < 0:
         raise CheckpointError(f"{folder}/config.json: the maximum sequence length is {config.max_position}")
-    reader = WeightReader(
-        weight_files(folder), progress, device=device, replaced=replaced_tensors(checkpoint), body=_BODY
-    )
+    reader = open_weights(checkpoint, progress, device=device, body=_BODY)
+    if reader.quantized and options.quantization:
+        raise UnsupportedModel(
+            f"quantization {options.quantization} is of weights in full, and {folder} has quantized ones"
+        )
     dtype = _choose_dtype(options.dtype, config, reader)
     reader.set_dtype(dtype)
     # On a CPU the reference ops compute half precision.
@@ -244,6 +247,40 @@ def _note_variance(requested: bool | None, device: torch.device, ops: Ops, where
         logger.warning(differs, extra={"ops": ops.name, "where": where})
 
 
+def open_weights(
+    checkpoint: Checkpoint,
+    progress: Progress,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    body: str = "",
+) -> WeightReader:
+    """A reader of the weights, in the format that config.json states. The arguments are those of a reader."""
+    folder = checkpoint.folder
+    files, content = weight_files(folder), read_json_object(folder / "config.json")
+    # The files of other formats say themselves what they have.
+    entries = [
+        entry for path in files if path.suffix == ".safetensors" for entry in read_header(path).entries
+    ]
+    # Tensors from elsewhere take the place of those of the same name.
+    entries += [
+        entry
+        for source in set(checkpoint.replaced.values())
+        for path in weight_files(source)
+        for entry in read_header(path).entries
+        if checkpoint.replaced.get(entry.name) == source
+    ]
+    return WeightReader(
+        files,
+        progress,
+        device=device,
+        dtype=dtype,
+        replaced=replaced_tensors(checkpoint),
+        body=body,
+        sources=weight_sources(folder, content, entries),
+    )
+
+
 def read_llama_config(folder: Path) -> tuple[dict[str, Any], Any]:
     """The content of a config.json, and the same as transformers completes it for a Llama.
 
@@ -307,14 +344,7 @@ def expert_builder(
 ) -> DecoderBuilder:
     """Reads more experts of a model loaded from there. CheckpointError if its weights have changed."""
     folder = checkpoint.folder
-    reader = WeightReader(
-        weight_files(folder),
-        ignore_progress,
-        device=device,
-        dtype=_DTYPES[dtype],
-        replaced=replaced_tensors(checkpoint),
-        body=_BODY,
-    )
+    reader = open_weights(checkpoint, ignore_progress, device=device, dtype=_DTYPES[dtype], body=_BODY)
     if weights_digest(folder, reader.files, _DTYPES[dtype], reader.replaced) != digest:
         raise CheckpointError(f"{folder} has other weights than when it was loaded")
     return DecoderBuilder(

@@ -46,7 +46,7 @@ class WeightReader:
     a decoder's names get where it was saved without its head, and they lack it. `sources` are the weights
     that are stored as other tensors, by the names that they would have in the files.
     Several threads may read; progress is reported under a lock, in the thread that reads.
-    `names` are the tensors of the checkpoint.
+    `names` are the weights of the checkpoint, `quantized` those of `sources`.
     Raises CheckpointError for files that cannot be read and names that they lack.
     """
 
@@ -63,9 +63,12 @@ class WeightReader:
     ) -> None:
         self.files, of_files = _opened(files)
         entries = {name: (file, entry) for file in self.files for name, entry in file.tensors.items()}
-        prefix = body if _EMBEDDING in entries else ""
+        sources = sources or {}
+        prefix = body if _EMBEDDING in entries or _EMBEDDING in sources else ""
         self._stored = {prefix + name: entry for name, entry in entries.items()}
-        self._sources = {prefix + name: source for name, source in {**of_files, **(sources or {})}.items()}
+        made = {**of_files, **sources}
+        self._sources = {prefix + name: source for name, source in made.items()}
+        self.quantized = frozenset(prefix + name for name in sources)
         self._prefix = prefix
         parts = {prefix + part for source in self._sources.values() for part in source.tensors}
         self.names = frozenset(self._stored.keys() - parts | self._sources.keys())
@@ -74,7 +77,9 @@ class WeightReader:
             shape = self.shape(name)
             if stored.shape != shape:
                 raise CheckpointError(f"{file.path}: {name} has shape {stored.shape}, it replaces {shape}")
-            self._sources.pop(name, None)
+            # A tensor of a format may have the name of the weight that is made of it.
+            if name not in self.quantized:
+                self._sources.pop(name, None)
         self._stored |= self.replaced
         self._unread = {name: None for name in (*self._stored, *self._sources) if name in self.names}
         self._device = torch.device(device)
@@ -91,8 +96,9 @@ class WeightReader:
         return self._find(name)[1].shape if source is None else source.shape
 
     def main_dtype(self) -> torch.dtype | None:
-        """The floating point dtype of the first tensor that has one."""
-        stored = (stored.dtype for _, stored in self._stored.values())
+        """The floating point dtype of the first tensor that is a weight as it is and has one."""
+        plain = self.names - self.quantized
+        stored = (stored.dtype for name, (_, stored) in self._stored.items() if name in plain)
         return next((dtype for dtype in stored if dtype.is_floating_point), None)
 
     def set_dtype(self, dtype: torch.dtype) -> None:

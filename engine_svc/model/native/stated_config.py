@@ -93,12 +93,12 @@ _OPTIONAL = frozenset(
 )
 # If omitted, these are false in every family that has them.
 _BIASES = ("attention_bias", "mlp_bias")
-# Keys that do not affect what a native decoder computes.
+# Keys that do not affect what a native decoder computes; weights are read as their files have them.
 _PASSED_OVER = frozenset(
     {
         "architectures", "attention_dropout", "bos_token_id", "initializer_range", "output_router_logits",
-        "pad_token_id", "pretraining_tp", "router_aux_loss_coef", "router_jitter_noise",
-        "transformers_version", "use_cache",
+        "pad_token_id", "pretraining_tp", "quantization_config", "router_aux_loss_coef",
+        "router_jitter_noise", "transformers_version", "use_cache",
     }
 )  # fmt: skip
 # The same, for families that state that no layer has a window.

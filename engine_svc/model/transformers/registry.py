@@ -39,6 +39,10 @@ def read_config(folder: Path, encoder_head: str | None = None) -> ModelConfig:
                 folder, local_files_only=True, trust_remote_code=False
             )
         text_config = config.get_text_config()
+        for part in (config, text_config):
+            # The reader of weights hands them over in full.
+            if hasattr(part, "quantization_config"):
+                del part.quantization_config
         limit = max_position(config)
         if encoder_head is None:
             chosen_class = model_class(config)
@@ -63,13 +67,11 @@ def read_config(folder: Path, encoder_head: str | None = None) -> ModelConfig:
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The transformers class that generates text with this config.
 
-    Raises UnsupportedModel for encoder-decoders, state-space layers, quantized weights and others.
+    Raises UnsupportedModel for encoder-decoders, state-space layers and others.
     """
     name = _name(config)
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder; only decoders can be served")
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel(f"{name} has quantized weights, which cannot be served")
     text_config = config.get_text_config()
     if getattr(text_config, "cross_attention_layers", None):
         raise UnsupportedModel(f"{name} attends to another model's states in some of its layers")

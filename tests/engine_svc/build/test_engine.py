@@ -31,6 +31,7 @@ from engine_svc.loop.mailbox import Add, Stop
 from engine_svc.membership.departure import Departure
 from engine_svc.session.servicer import EngineCoreServicer
 from tests.engine_svc.loop.frontend import Frontend
+from tests.engine_svc.model.loading.quantized_weights import gptq, write_folder
 from tests.engine_svc.runner.chains import Chain
 from tests.triptych_kit.plugin_folder import write_feature
 from triptych_cli.verbs.replay import run_replay
@@ -202,6 +203,29 @@ def test_ids_of_the_packaged_model_equal_those_of_transformers():
     built = Built(EngineConfig(model=str(_PACKAGED), dtype="float32", num_threads=1, kv_cache_memory=2**26))
     prompts = [list(range(10, 20)), list(range(100, 103))]
     assert built.generate(prompts, 16) == [transformers_greedy(_PACKAGED, prompt, 16) for prompt in prompts]
+
+
+def test_ids_of_quantized_weights_equal_those_of_transformers_with_the_weights_in_full(llama, tmp_path):
+    store = gptq(4, 16, is_symmetric=False, has_order=True)
+    quantized, full = write_folder(
+        llama,
+        tmp_path,
+        {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True},
+        lambda module, shape, seed: store(shape, seed) if module.endswith("_proj") else None,
+    )
+    choices = {"max_model_len": 128, "max_num_batched_tokens": 24, "block_size": 4, "num_kv_blocks": 40}
+    rng = random.Random(3)
+    shared = [rng.randrange(256) for _ in range(20)]
+    prompts = [shared + [rng.randrange(256) for _ in range(rng.randrange(1, 30))] for _ in range(6)]
+    ours, plain = (
+        Built(EngineConfig(model=str(folder), num_threads=1, **choices)) for folder in (quantized, full)
+    )
+    answers = ours.generate(prompts, 24)
+    assert answers == plain.generate(prompts, 24)
+    assert answers == [transformers_greedy(full, prompt, 24) for prompt in prompts]
+    assert len(set(answers[0])) >= 10
+    # Requests of one are not continued by the other.
+    assert ours.core.facts.fingerprint != plain.core.facts.fingerprint
 
 
 def test_facts_tell_what_was_built(llama):

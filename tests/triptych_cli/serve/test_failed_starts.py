@@ -6,6 +6,7 @@ All that the folder, the flags and the machine alone decide is refused before an
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import socket
@@ -32,6 +33,11 @@ from triptych_kit.config import ConfigError
 _EMBEDDED = embedded_model()
 Arrange = Callable[[Path], list[str]]
 """Makes what is wrong in a folder; returns the arguments of `serve`."""
+Tensor = tuple[str, tuple[int, ...]]
+"""Its dtype and shape."""
+
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+_MODULE = "model.layers.0.mlp.up_proj"
 
 
 def model_folder(folder: Path, *names: str, config: Mapping[str, Any] | None = None) -> Path:
@@ -43,13 +49,15 @@ def model_folder(folder: Path, *names: str, config: Mapping[str, Any] | None = N
     return folder
 
 
-def safetensors_bytes(name: str, shape: tuple[int, ...], dtype: str = "F32", size: int = 4) -> bytes:
-    """The length and the header of a file with one tensor."""
-    num_bytes = size
-    for length in shape:
-        num_bytes *= length
-    header = json.dumps({name: {"dtype": dtype, "shape": shape, "data_offsets": [0, num_bytes]}}).encode()
-    return struct.pack("<Q", len(header)) + header
+def write_zeros(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file of these tensors, which takes no room on the disk."""
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + _BYTES[dtype] * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    content = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(content)) + content)
+    os.truncate(path, path.stat().st_size + end)
 
 
 def only_pickles(folder: Path) -> list[str]:
@@ -106,19 +114,21 @@ def stating(config: Mapping[str, Any]) -> Arrange:
     return arrange
 
 
-def quantized_by_its_tensors(folder: Path) -> list[str]:
-    model_folder(folder, "tokenizer.json")
-    name = "model.layers.0.mlp.down_proj.qweight"
-    (folder / "model.safetensors").write_bytes(safetensors_bytes(name, (2,), "I32") + bytes(8))
-    return [str(folder)]
+def quantized(section: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]) -> Arrange:
+    """A folder of these tensors of one module, whose config.json has this section."""
+
+    def arrange(folder: Path) -> list[str]:
+        model_folder(folder, "tokenizer.json", config=section and {"quantization_config": section})
+        named = {f"{_MODULE}.{part}": tensor for part, tensor in tensors.items()}
+        write_zeros(folder / "model.safetensors", named)
+        return [str(folder)]
+
+    return arrange
 
 
 def larger_than_memory(folder: Path) -> list[str]:
     model_folder(folder, "tokenizer.json")
-    path = folder / "model.safetensors"
-    path.write_bytes(safetensors_bytes("model.embed_tokens.weight", (1 << 38,)))
-    # Takes no room on the disk.
-    os.truncate(path, path.stat().st_size + (1 << 40))
+    write_zeros(folder / "model.safetensors", {"model.embed_tokens.weight": ("F32", (1 << 38,))})
     return [str(folder)]
 
 
@@ -169,6 +179,170 @@ def flags(*given: str) -> Arrange:
     return lambda folder: list(given)
 
 
+_GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+_AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+_FP8: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+_MXFP4: dict[str, Any] = {"quant_method": "mxfp4"}
+_OF_GPTQ: dict[str, Tensor] = {
+    "qweight": ("I32", (8, 48)),
+    "qzeros": ("I32", (2, 6)),
+    "scales": ("F16", (2, 48)),
+    "g_idx": ("I32", (64,)),
+}
+_OF_AWQ: dict[str, Tensor] = {
+    "qweight": ("I32", (64, 6)),
+    "qzeros": ("I32", (2, 6)),
+    "scales": ("F16", (2, 48)),
+}
+_OF_FP8: dict[str, Tensor] = {"weight": ("F8_E4M3", (48, 64)), "weight_scale_inv": ("F32", (2, 2))}
+_OF_PACKED: dict[str, Tensor] = {
+    "weight_packed": ("I32", (48, 8)),
+    "weight_scale": ("BF16", (48, 2)),
+    "weight_shape": ("I64", (2,)),
+}
+_OF_EXPERTS: dict[str, Tensor] = {
+    "experts.down_proj_blocks": ("U8", (4, 48, 2, 16)),
+    "experts.down_proj_scales": ("U8", (4, 48, 2)),
+}
+
+
+def _compressed(weights: Mapping[str, Any], layout: str = "pack-quantized", **more: Any) -> dict[str, Any]:
+    stated = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, **weights}
+    group = {"targets": ["Linear"], "weights": stated}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        **more,
+    }
+
+
+def _without(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {part: tensor for part, tensor in tensors.items() if part != name}
+
+
+BROKEN_WEIGHTS: dict[str, tuple[Mapping[str, Any] | None, Mapping[str, Tensor], tuple[str, ...]]] = {
+    "gptq, group 0": ({**_GPTQ, "group_size": 0}, _OF_GPTQ, ("group_size is 0, expected -1 or at least 1",)),
+    "gptq, 3 bits": ({**_GPTQ, "bits": 3}, _OF_GPTQ, ("bits is 3, gptq is read with 2, 4 or 8",)),
+    "gptq, no bits": (_GPTQ | {"bits": "four"}, _OF_GPTQ, ("bits of quantization_config is 'four'",)),
+    "gptq, other bits": ({**_GPTQ, "bits": 8}, _OF_GPTQ, ("scales has shape (2, 48), expected (1, 48)",)),
+    "gptq, marlin": (
+        {**_GPTQ, "checkpoint_format": "marlin"},
+        _OF_GPTQ,
+        ("checkpoint_format is marlin, gptq is read as gptq or gptq_v2",),
+    ),
+    "gptq, no scales": (_GPTQ, _without(_OF_GPTQ, "scales"), (f"{_MODULE}.scales is missing",)),
+    "gptq, no order": (
+        {**_GPTQ, "desc_act": True},
+        _without(_OF_GPTQ, "g_idx"),
+        (f"{_MODULE}.g_idx is missing",),
+    ),
+    "gptq, order": (
+        _GPTQ,
+        {**_OF_GPTQ, "g_idx": ("I32", (63,))},
+        ("g_idx has shape (63,), expected (64,)",),
+    ),
+    "gptq, zeros": (
+        _GPTQ,
+        {**_OF_GPTQ, "qzeros": ("I32", (2, 7))},
+        ("qzeros has shape (2, 7), expected (2, 6)",),
+    ),
+    "gptq, both": (
+        _GPTQ,
+        {**_OF_GPTQ, "weight": ("F16", (48, 64))},
+        (f"{_MODULE} has both weight and qweight",),
+    ),
+    "gptq, dynamic": (
+        {**_GPTQ, "dynamic": {"-:.*up_proj": {}}},
+        _OF_GPTQ,
+        (f"{_MODULE} has qweight, by '-:.*up_proj' of dynamic it is not quantized",),
+    ),
+    "gptq, pattern": (
+        {**_GPTQ, "dynamic": {"+:(": {}}},
+        _OF_GPTQ,
+        ("dynamic of quantization_config has pattern",),
+    ),
+    "gptq that is awq": (_GPTQ, _OF_AWQ, ("expected (16, 6)",)),
+    "awq that is gptq": (_AWQ, _OF_GPTQ, (f"{_MODULE} has 8 inputs, group_size 32 does not divide them",)),
+    "awq, gemv": ({**_AWQ, "version": "gemv"}, _OF_AWQ, ("version is gemv, awq is read as gemm",)),
+    "awq, group": (
+        {**_AWQ, "group_size": 48},
+        _OF_AWQ,
+        ("has 64 inputs, group_size 48 does not divide them",),
+    ),
+    "awq, no codes": (
+        _AWQ,
+        _without(_OF_AWQ, "qweight"),
+        (f"{_MODULE}.qzeros is of gptq or awq, and belongs to",),
+    ),
+    "awq in full": (_AWQ, {"weight": ("F16", (48, 64))}, ("states awq, and no weight is stored so",)),
+    "nvfp4": (
+        _compressed({}, "nvfp4-pack-quantized"),
+        _OF_PACKED,
+        ("is nvfp4-pack-quantized, compressed-tensors is",),
+    ),
+    "2:4": (
+        _compressed({}, sparsity_config={"format": "sparse-24-bitmask"}),
+        _OF_PACKED,
+        ("the format of sparsity_config is sparse-24-bitmask, which is not read",),
+    ),
+    "transforms": (_compressed({}, transform_config={"R1": {}}), _OF_PACKED, ("transform_config is stated",)),
+    "packed, group 0": (_compressed({"group_size": 0}), _OF_PACKED, ("group_size is 0",)),
+    "packed, 3 bits": (_compressed({"num_bits": 3}), _OF_PACKED, ("num_bits of group_0 is 3", "2, 4 or 8")),
+    "packed, scales": (
+        _compressed({}),
+        {**_OF_PACKED, "weight_scale": ("BF16", (48, 3))},
+        ("weight_scale has shape (48, 3), expected (48, 2)",),
+    ),
+    "packed, no scales": (
+        _compressed({}),
+        _without(_OF_PACKED, "weight_scale"),
+        ("weight_scale is missing",),
+    ),
+    "packed, no zeros": (_compressed({"symmetric": False}), _OF_PACKED, ("weight_zero_point is missing",)),
+    "packed, no order": (_compressed({"actorder": "group"}), _OF_PACKED, ("weight_g_idx is missing",)),
+    "packed, ignored": (
+        _compressed({}, ignore=["re:.*mlp"]),
+        _OF_PACKED,
+        (f"{_MODULE} has weight_packed, by ignore of quantization_config it is in full",),
+    ),
+    "packed, no group": (
+        _compressed({}) | {"config_groups": {}},
+        _OF_PACKED,
+        (f"{_MODULE} has weight_packed, no group of config_groups",),
+    ),
+    "packed that is fp8": (_compressed({}), _OF_FP8, ("up_proj.weight_packed is missing, the format",)),
+    "fp8 that is packed": (_FP8, _OF_PACKED, ("weight_packed is of compressed-tensors, and belongs to no",)),
+    "fp8, no scale": (_FP8, _without(_OF_FP8, "weight_scale_inv"), ("weight_scale_inv is missing",)),
+    "fp8, grid": (
+        _FP8,
+        {**_OF_FP8, "weight_scale_inv": ("F32", (2, 3))},
+        ("weight_scale_inv has shape (2, 3), expected (2, 2) or (1, 1) or (48, 1)",),
+    ),
+    "fp8, block": ({**_FP8, "weight_block_size": [0, 32]}, _OF_FP8, ("weight_block_size is [0, 32]",)),
+    "fp8, e5m2": (
+        _FP8,
+        {**_OF_FP8, "weight": ("F8_E5M2", (48, 64))},
+        (f"{_MODULE}.weight has dtype F8_E5M2, and belongs to no weight quantized with fp8",),
+    ),
+    "mxfp4, scales": (
+        _MXFP4,
+        {**_OF_EXPERTS, "experts.down_proj_scales": ("U8", (4, 48, 3))},
+        ("down_proj_scales has shape (4, 48, 3), expected (4, 48, 2)",),
+    ),
+    "mxfp4, blocks": (
+        _MXFP4,
+        {**_OF_EXPERTS, "experts.down_proj_blocks": ("U8", (4, 48, 32))},
+        ("down_proj_blocks has shape (4, 48, 32)",),
+    ),
+    "quantized tensors": (
+        None,
+        _OF_GPTQ,
+        ("qweight is of gptq or awq, and config.json has no quantization_config",),
+    ),
+    "fp8 tensors": (None, _OF_FP8, ("weight has dtype F8_E4M3, and config.json has no quantization_config",)),
+}
+
 FAILED_STARTS: dict[str, tuple[Arrange, tuple[str, ...]]] = {
     "pickles": (only_pickles, ("pytorch_model.bin", "convert them to safetensors with python -c")),
     "gguf": (only_gguf, ("has model.Q4_K_M.gguf: name the file itself to serve it",)),
@@ -179,16 +353,31 @@ FAILED_STARTS: dict[str, tuple[Arrange, tuple[str, ...]]] = {
     "truncated": (truncated, ("model.safetensors", "is truncated")),
     "no safetensors": (garbage, ("model.safetensors is not a safetensors file",)),
     "missing shard": (a_missing_shard, ("lacks 1 of 2 weight files: model-00002-of-00002.safetensors",)),
-    "gptq": (
-        stating({"quantization_config": {"quant_method": "gptq", "bits": 4}}),
-        ("gptq, which is not read", "--quantization int8"),
+    **{
+        method: (
+            stating({"quantization_config": {"quant_method": method}}),
+            (
+                f"weights quantized with {method} are not read",
+                "read as compressed-tensors (",
+                "gptq (",
+                "fp8 (",
+            ),
+        )
+        for method in ("bitsandbytes", "quark", "hqq", "modelopt")
+    },
+    "method in the text part": (
+        stating({"text_config": {"quantization_config": {"quant_method": "aqlm"}}}),
+        ("quantized with aqlm are not read",),
     ),
-    "awq in the text part": (
-        stating({"text_config": {"quantization_config": {"quant_method": "awq"}}}),
-        ("awq, which is not read",),
+    "algorithm": (
+        stating({"quantization_config": {"quant_algo": "NVFP4"}}),
+        ("quantized with NVFP4 are not read",),
     ),
-    "mlx": (stating({"quantization": {"bits": 4}}), ("does not name, which is not read",)),
-    "quantized tensors": (quantized_by_its_tensors, ("gptq or awq, which is not read",)),
+    "mlx": (stating({"quantization": {"bits": 4}}), ("does not name are not read",)),
+    **{
+        name: (quantized(section, tensors), words)
+        for name, (section, tensors, words) in BROKEN_WEIGHTS.items()
+    },
     "max-model-len": (
         flags("--max-model-len", "99999999"),
         ("--max-model-len is 99999999, the model takes 2048",),
@@ -274,6 +463,32 @@ def test_a_failed_start_is_its_cause_in_one_line_and_no_process(
     [line] = err.splitlines()
     assert line.startswith("triptych serve: ")
     assert all(word in line for word in words), line
+
+
+# The command, and then what it took.
+MEASURED = """
+import atexit, os, runpy, sys
+def show():
+    status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    print(int(status["VmHWM"].split()[0]), sum(os.times()[:2]))
+atexit.register(show)
+sys.argv[0] = "triptych"
+runpy.run_module("triptych_cli.cli", run_name="__main__")
+"""
+
+
+def test_broken_weights_are_refused_at_once_and_in_little_memory(tmp_path: Path) -> None:
+    section, tensors, words = BROKEN_WEIGHTS["gptq, group 0"]
+    arguments = quantized(section, tensors)(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, "serve", "--port=0", *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line == f"triptych serve: {tmp_path}: {words[0]}"
+    peak_kib, cpu_s = map(float, done.stdout.split())
+    assert peak_kib < 400 * 1024
+    assert cpu_s < 2
 
 
 @pytest.mark.usefixtures("no_process_starts")

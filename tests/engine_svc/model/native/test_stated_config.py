@@ -97,6 +97,11 @@ def test_what_was_published_before_transformers_5_is_read_alike(family, tmp_path
     assert_read_alike(write(tmp_path, published(family)))
 
 
+def test_quantized_weights_have_the_same_config(tmp_path):
+    section = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    assert_read_alike(write(tmp_path, published("llama", quantization_config=section)))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_file_that_leaves_out_what_counts_is_left_to_transformers(family, tmp_path):
     passed_over = {
@@ -131,7 +136,6 @@ def test_a_file_that_leaves_out_what_counts_is_left_to_transformers(family, tmp_
         {"torch_dtype": "float8_e4m3fn"},
         {"torch_dtype": ["bfloat16"]},
         {"dtype": "float32"},
-        {"quantization_config": {"quant_method": "fp8"}},
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         {"rope_theta": "1e4"},

@@ -57,7 +57,6 @@ def test_a_rope_that_depends_on_the_batch_limits_the_length(rope, expected):
         ("llama4_text", {"layer_types": ["full_attention"] * 48}, "Llama4Text tunes the temperature"),
         ("mllama", {}, "Mllama attends to another model's states"),
         ("vit", {}, r"ViT \(model type vit\) does not generate text"),
-        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "Llama has quantized weights"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
