@@ -19,7 +19,7 @@ import uvloop  # noqa: E402
 
 from benchmarks.rig.lines import Line, answer_lines, send_line  # noqa: E402
 from frontend_svc.engines.connection.client import EngineClient, EngineState, FrontendIdentity  # noqa: E402
-from frontend_svc.engines.connection.transport import GrpcTransport  # noqa: E402
+from frontend_svc.engines.connection.transport import GrpcTransport, engine_channel  # noqa: E402
 from frontend_svc.output.processor import OutputProcessor, StepColumns  # noqa: E402
 from frontend_svc.text.model import GenerationDefaults, ServedModel  # noqa: E402
 from triptych.common.v1 import sampling_pb2  # noqa: E402
@@ -126,7 +126,7 @@ class ClientConnection:
             _NoModels(),  # type: ignore[arg-type]
             MonotonicClock(),
             on_change=lambda client: self._changed.set(),
-            connect=lambda address: GrpcTransport(_CountingChannel(open_channel(address), self)),  # type: ignore[arg-type]
+            connect=lambda address: GrpcTransport(_CountingChannel(engine_channel(address), self)),  # type: ignore[arg-type]
         )
 
     async def open(self) -> None:

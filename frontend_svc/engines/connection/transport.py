@@ -10,8 +10,13 @@ import grpc.aio
 
 from frontend_svc.engines.connection.stream import EngineStream
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
-from triptych_kit.channel import NO_CREDENTIALS, ChannelCredentials, open_channel
+from triptych_kit.channel import CHANNEL_OPTIONS, NO_CREDENTIALS, ChannelCredentials, secured_channel
 from triptych_kit.clock import Clock
+
+# Steps that wait in the engine are merged, and those on the way are not. The window that gRPC chooses itself
+# becomes megabytes: to a frontend that lacks CPU time the steps of seconds are on the way. Clients get old
+# outputs, and routing counts requests that have ended. These are 800 rows; a larger message widens it.
+_WINDOW = (("grpc.http2.lookahead_bytes", 8192), ("grpc.http2.bdp_probe", 0))
 
 
 class MessageStream(Protocol):
@@ -78,4 +83,9 @@ class GrpcTransport:
 
 def open_transport(address: str, credentials: ChannelCredentials = NO_CREDENTIALS) -> GrpcTransport:
     """The transport to an engine that listens at `address`."""
-    return GrpcTransport(open_channel(address, credentials=credentials), credentials)
+    return GrpcTransport(engine_channel(address, credentials), credentials)
+
+
+def engine_channel(address: str, credentials: ChannelCredentials = NO_CREDENTIALS) -> grpc.aio.Channel:
+    """A channel whose streams have a small window. Raises ConfigError for a file that cannot be read."""
+    return secured_channel(address, (*CHANNEL_OPTIONS["internal"], *_WINDOW), credentials)

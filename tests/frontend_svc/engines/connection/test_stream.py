@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import grpc
 import grpc.aio
@@ -13,9 +14,10 @@ from frontend_svc.engines.connection.client import ReadyMailbox
 from frontend_svc.engines.connection.health import StepWatch
 from frontend_svc.engines.connection.session import EngineSession
 from frontend_svc.engines.connection.stream import EngineStream, StreamEnd, StreamLost
+from frontend_svc.engines.connection.transport import open_transport
 from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.processor import StepColumns
-from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, utility_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2, utility_pb2
 from triptych_kit.channel import open_channel
 from triptych_kit.clock import FakeClock, MonotonicClock
 from triptych_kit.errors import (
@@ -319,6 +321,50 @@ async def test_writes_that_come_too_late_cost_nothing_of_what_a_real_call_has_st
     await server.stop(None)
     assert events == list(range(1, 11))
     assert caught.value.end is StreamEnd.LEFT
+
+
+class _TakesNoMore(Exception):
+    pass
+
+
+class EagerServicer(engine_pb2_grpc.EngineCoreServiceServicer):
+    """Sends steps as fast as its frontend takes them."""
+
+    num_sent_bytes = 0
+
+    async def Connect(self, requests, context):
+        await anext(aiter(requests))
+        yield engine_pb2.ConnectResponse(hello_ack=session_pb2.HelloAck())
+        for seq in itertools.count(1):
+            message = engine_pb2.ConnectResponse(seq=seq, step=step_pb2.Step(token_ids=bytes(1024)))
+            self.num_sent_bytes += message.ByteSize()
+            yield message
+
+    async def GetEngineInfo(self, request, context):
+        return engine_pb2.GetEngineInfoResponse()
+
+
+async def test_of_the_steps_that_a_frontend_does_not_read_all_but_a_few_stay_in_the_engine():
+    server, servicer = grpc.aio.server(), EagerServicer()
+    engine_pb2_grpc.add_EngineCoreServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    transport = open_transport(f"127.0.0.1:{port}")
+    stream = transport.open_stream(MonotonicClock(), heartbeat_s=3600.0, last_seq=0)
+    await stream.open(session_pb2.Hello())
+
+    async def take(message: engine_pb2.ConnectResponse) -> None:
+        # Over the same connection: meanwhile the engine sends what fits into the window.
+        for _ in range(100):
+            await transport.stub.GetEngineInfo(engine_pb2.GetEngineInfoRequest())
+        raise _TakesNoMore
+
+    with pytest.raises(_TakesNoMore):
+        await stream.receive(take)
+    await transport.close()
+    await server.stop(None)
+    # The window, the message that waits for it, and those that were read.
+    assert servicer.num_sent_bytes <= 8192 + 4 * 1024
 
 
 # What a frontend remembers of a session while its streams come and go.
