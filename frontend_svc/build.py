@@ -46,6 +46,7 @@ from frontend_svc.generation.tracing import RequestTraces
 from frontend_svc.metrics import register_frontend
 from frontend_svc.output.collector import ReaderLimit
 from frontend_svc.output.loss import Loss
+from frontend_svc.output.pace import DeliveryPace
 from frontend_svc.parsers.registry import ParserNames
 from frontend_svc.parts import Answers, EngineParts, PublicAPI, RequestParts, Servers
 from frontend_svc.process.frontend import Frontend
@@ -218,6 +219,7 @@ def _engines(
         connect=connect,
         on_add=note_request,
         on_loss=lose_engine,
+        pace=DeliveryPace(),
     )
     directory = Directory(
         make_client,

@@ -25,6 +25,7 @@ from frontend_svc.engines.connection.stream import HEARTBEAT_S, StreamEnd, Strea
 from frontend_svc.engines.connection.transport import EngineTransport, open_transport
 from frontend_svc.engines.load_messages import load_report
 from frontend_svc.output.loss import Loss
+from frontend_svc.output.pace import DeliveryPace
 from frontend_svc.text.model import ServedModel
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 from triptych_kit.backoff import Backoff
@@ -70,7 +71,7 @@ class EngineClient:
     `start`, then add `requests` while `state` is READY, then `close`.
     A stream that breaks is reopened, and its requests continue; if that fails, they are lost. `on_change` is
     called after each change of state and of what the engine announces, `on_add` with the engine's id after
-    each `add`, `on_loss` before its requests are lost.
+    each `add`, `on_loss` before its requests are lost. All clients of a process have one `pace`.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class EngineClient:
         on_loss: Callable[[Loss], None] = lambda loss: None,
         heartbeat_s: float = HEARTBEAT_S,
         connect: Callable[[str], EngineTransport] = open_transport,
+        pace: DeliveryPace | None = None,
     ) -> None:
         self.address = address
         self.state = EngineState.CONNECTING
@@ -97,7 +99,9 @@ class EngineClient:
         self._connection = EngineConnection(
             address, identity, clock, heartbeat_s=heartbeat_s, connect=connect
         )
-        self.requests = EngineRequests(address, identity.frontend_id, self._connection, on_add=on_add)
+        self.requests = EngineRequests(
+            address, identity.frontend_id, self._connection, on_add=on_add, pace=pace or DeliveryPace()
+        )
         self.calls = EngineCalls(address, self._connection)
         self._steps = StepWatch()
         self._backoff = Backoff(clock, steady_s=_STEADY_S)

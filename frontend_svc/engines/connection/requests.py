@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -14,6 +13,7 @@ from frontend_svc.engines.connection.resumable import ResumableRequests
 from frontend_svc.engines.routing.account import EngineAccount
 from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.loss import Loss
+from frontend_svc.output.pace import MAX_ROWS_A_TURN, DeliveryPace
 from frontend_svc.output.processor import OutputProcessor, Receiver
 from frontend_svc.tensors.sender import TensorSender
 from frontend_svc.tensors.wire_tensor import WireTensor
@@ -23,15 +23,13 @@ from triptych_kit.errors import from_status
 
 logger = logging.getLogger(__name__)
 
-# Each row has a reader that writes to its client in the same turn of the event loop, which takes about 50 us.
-_MAX_ROWS_A_TURN = 64
-
 
 class EngineRequests:
     """Sends requests over a connection, and passes what the engine answers to their receivers.
 
     If the engine is lost, the receivers get a `Loss`; later outputs of the engine for them are dropped and
-    counted. `on_add` is called with the engine's id after each `add`.
+    counted. `on_add` is called with the engine's id after each `add`. One `pace` is for all
+    engines of a process.
     """
 
     def __init__(
@@ -41,6 +39,7 @@ class EngineRequests:
         connection: EngineConnection,
         *,
         on_add: Callable[[str], None],
+        pace: DeliveryPace,
     ) -> None:
         self.account = EngineAccount(address)
         self.num_resumed = 0  # streams that continued a session
@@ -48,6 +47,7 @@ class EngineRequests:
         self.vocab_size = 0  # of the engine's model; 0 until it is known
         self._connection = connection
         self._on_add = on_add
+        self._pace = pace
         self._handles = itertools.count(1)
         self._processor = OutputProcessor(on_end=self._on_end)
         self.adoptions = EngineAdoptions(connection, self._processor, self._handles, self.abort)
@@ -157,9 +157,8 @@ class EngineRequests:
             self._resumable.begin(columns.handles[row])
         for row, ending in columns.endings.items():
             self._note_end(columns.handles[row], ending)
-        for index, rows in enumerate(columns.slices(_MAX_ROWS_A_TURN)):
-            if index:
-                await asyncio.sleep(0)
+        for rows in columns.slices(MAX_ROWS_A_TURN):
+            await self._pace.take(len(rows.handles))
             finished_here = self._processor.process(rows)
             if finished_here:
                 self._send_abort(finished_here, engine_pb2.ABORT_REASON_STOP_STRING)
