@@ -30,16 +30,26 @@ _ENUMS = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
 def write_model(
-    source: Path, config: PreTrainedConfig, path: Path, dequantized: Path, kind_of: Callable[[str], Kind]
+    source: Path,
+    config: PreTrainedConfig,
+    path: Path,
+    dequantized: Path,
+    kind_of: Callable[[str], Kind],
+    *,
+    add_tokens: Callable[[gguf.GGUFWriter], None] | None = None,
 ) -> None:
     """Write the checkpoint in `source` as a GGUF file, and its weights as that has them to `dequantized`.
 
     kind_of: the type of a matrix, by its name in the checkpoint. Vectors stay as they are.
+    add_tokens: writes the vocabulary, instead of one of some letters.
     """
     architecture = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture)
     _add_metadata(writer, config)
-    add_vocabulary(writer, config.vocab_size)
+    if add_tokens is None:
+        add_vocabulary(writer, config.vocab_size)
+    else:
+        add_tokens(writer)
     names = gguf.get_tensor_name_map(_ENUMS[architecture], config.num_hidden_layers)
     weights = load_file(source / "model.safetensors")
     kept: dict[str, Tensor] = {}
@@ -50,7 +60,7 @@ def write_model(
             kept[name] = _add_gpt_oss_experts(writer, name, weight, kind)
             continue
         stem, _, end = (name, "", "weight") if name.endswith("sinks") else name.rpartition(".")
-        numbers = _as_files_have_it(architecture, name, weight.numpy(), config)
+        numbers = _as_files_have_it(architecture, name, weight.float().numpy(), config)
         if ".experts." in name and architecture == "qwen3moe":
             before, expert, projection = stem.rsplit(".", 2)
             stacks.setdefault(f"{before}.{projection}", {})[int(expert)] = numbers

@@ -86,7 +86,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
         opened(tiny_llama(), tmp_path)
 
 
-def test_names_of_files_are_told_from_names_of_the_hub(tmp_path: Path) -> None:
+def test_a_gguf_file_is_never_taken_for_a_model_of_the_hub(tmp_path: Path) -> None:
     assert not is_hub_id("models/model.gguf")
     assert is_hub_id("org/name:Q4_K_M")
     assert name_of("/models/Tiny-Q4_K_M-00001-of-00003.gguf") == "Tiny-Q4_K_M"
