@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine_svc.core.request import FinishReason
@@ -27,17 +27,25 @@ class Answer:
     stop_token_id: int | None
 
 
-def answers_alone(identity: Identity, turns: Sequence[Turn], max_model_len: int) -> Iterator[Answer]:
-    """The answer to each turn in order. What a turn produces last has no KV, and is not part of the next."""
+def answers_alone(
+    identity: Identity, turns: Sequence[Turn], max_model_len: int, cuts: Mapping[int, int] | None = None
+) -> Iterator[Answer]:
+    """The answer to each turn in order. What a turn produces last has no KV, and is not part of the next.
+
+    cuts: how many tokens turns have that were cancelled, by their place; their answers here are whole.
+    """
     token_ids: list[int] = []
     digests: list[int] = []
-    for turn in turns:
+    for index, turn in enumerate(turns):
         if token_ids:
             # The last token was never linked.
             token_ids.pop()
         token_ids += turn.token_ids
         identity.extend(digests, token_ids)
+        num_prompt = len(token_ids)
         yield _continue(token_ids, digests, turn.sampling, max_model_len)
+        if cuts is not None and index in cuts:
+            del token_ids[num_prompt + cuts[index] :], digests[num_prompt + cuts[index] - 1 :]
 
 
 def _continue(

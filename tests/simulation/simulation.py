@@ -128,6 +128,8 @@ class Simulation:
                     self._unblock(request)
             elif request.is_resumable and random() < 0.1:
                 self._extend(request)
+            elif request.is_resumable and random() < 0.1:
+                world.cancel_turn(request.request_id)
 
     def _unblock(self, request: Request) -> None:
         world, request_id = self.world, request.request_id

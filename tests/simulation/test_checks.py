@@ -110,6 +110,36 @@ def test_outputs_of_a_wrong_form_are_noticed(outputs: list[RequestOutput]):
         history.take(wrong)
 
 
+def cancelled(num_before: int, num_after: int, reason: FinishReason) -> History:
+    """A turn that is cancelled after so many tokens, and ends so many later."""
+    history, tokens = History(request()), right_answer()
+    history.take(output(tokens[:num_before], None, num_cached=0))
+    history.cancel()
+    end = output(tokens[num_before : num_before + num_after], reason)
+    end.continues = True
+    history.take(end)
+    return history
+
+
+def test_a_cancelled_turn_ends_with_its_next_token():
+    cancelled(1, 1, FinishReason.ABORT).check(32)
+    cancelled(3, 1, FinishReason.LENGTH).check(32)
+    with pytest.raises(BrokenInvariant, match="isolation"):
+        cancelled(1, 2, FinishReason.ABORT).check(32)
+    with pytest.raises(BrokenInvariant, match="order"):
+        cancelled(2, 2, FinishReason.LENGTH).check(32)
+    with pytest.raises(BrokenInvariant, match="isolation"):
+        cancelled(3, 1, FinishReason.ABORT).check(32)
+
+
+def test_a_turn_that_was_not_cancelled_does_not_end_by_abort():
+    history = History(request())
+    end = output(right_answer()[:1], FinishReason.ABORT, num_cached=0)
+    end.continues = True
+    with pytest.raises(BrokenInvariant, match="order"):
+        history.take(end)
+
+
 def test_a_block_that_is_unlisted_or_listed_wrongly_is_detected():
     pool = BlockPool(5)
     [held] = pool.allocate(1)

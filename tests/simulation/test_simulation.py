@@ -63,6 +63,7 @@ def test_engines_of_every_shape_are_drawn(report: Report, shape: str):
         "reset",
         "reset_running",
         "retained",
+        "turn_cancelled",
         "turn_ended",
     ],
 )

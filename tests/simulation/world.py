@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from engine_svc.build.engine import build_core
-from engine_svc.core.request import InputSegment, Request, RequestOutput, RequestStatus
+from engine_svc.core.request import FinishReason, InputSegment, Request, RequestOutput, RequestStatus
 from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult
 from engine_svc.features.pins.estimator import FixedTtl
 from engine_svc.features.pins.extras import JobTurn
@@ -173,6 +173,14 @@ class World:
         self.seen["segment"] += 1
         self._take(self.scheduler.extend(request_id, segment, self.now))
         return True
+
+    def cancel_turn(self, request_id: str) -> None:
+        """Have the next token end the turn of a resumable request; without effect between two turns."""
+        self._note("cancel_turn", request_id)
+        history = self.histories[request_id]
+        if INPUT not in history.request.blockers:
+            history.cancel()
+        self.scheduler.cancel_turn(request_id)
 
     def unblock(self, request_id: str, name: str) -> None:
         self._note("unblock", request_id, name)
@@ -409,4 +417,5 @@ class World:
         check_content(request.block_hashes, digests, block_size, self._hash_of, self._digest_of)
         self.seen[f"ends_by_{reason.value}"] += 1
         self.seen["turn_ended"] += len(history.endings) - 1
+        self.seen["turn_cancelled"] += sum(reason is FinishReason.ABORT for reason, _ in history.endings[:-1])
         self.seen["retained"] += request.job in self.kv_cache.retained
