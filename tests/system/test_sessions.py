@@ -4,91 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
 
 from tests.system.checkpoints import VOCAB_SIZE
-from tests.system.generation import CALL_LIMIT_S, collect, random_prompt, read_to_end
+from tests.system.generation import random_prompt, read_to_end
+from tests.system.sessions import Session, Stub, differences
 from tests.system.stack import EngineView, Stack, address_of
-from triptych.api.v1 import generate_pb2, inference_pb2, inference_pb2_grpc
 from triptych.common.v1 import output_pb2, sampling_pb2
 from triptych_kit.process.child import Child
-
-Message = inference_pb2.GenerateSessionRequest
-Stub = inference_pb2_grpc.InferenceServiceStub
 
 WORDS = ("the quick brown fox", " river bank", " jumps over the lazy dog")
 NUM_TURNS = 5
 ENGINE_FLAGS = ("--deterministic=on", "--num-threads=1", "--num-kv-blocks=256", "--device=cpu")
-
-
-@dataclass
-class Turn:
-    """What a session has answered to all tokens before."""
-
-    sampling: sampling_pb2.SamplingParams
-    prompt: list[int] = field(default_factory=list)
-    num_cached_tokens: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    reason: int = output_pb2.FINISH_REASON_UNSPECIFIED
-    has_next: bool = True
-
-
-class Session:
-    """A call of GenerateSession, greedy or with one seed."""
-
-    def __init__(self, stub: Stub, sampling: sampling_pb2.SamplingParams) -> None:
-        self.sampling = sampling
-        self.turns: list[Turn] = []
-        self.call = stub.GenerateSession(timeout=CALL_LIMIT_S)
-
-    async def add(self, prompt: str | Sequence[int], max_tokens: int) -> Turn:
-        """Send an input; its turn is filled by `read`."""
-        self.turns.append(Turn(sampling_pb2.SamplingParams()))
-        sampling = self.turns[-1].sampling
-        sampling.CopyFrom(self.sampling)
-        sampling.max_tokens = max_tokens
-        input_ = {"prompt": prompt} if isinstance(prompt, str) else {"token_ids": {"ids": prompt}}
-        if len(self.turns) == 1:
-            start = generate_pb2.GenerateRequest(sampling=sampling, return_prompt_token_ids=True, **input_)
-            await self.call.write(Message(start=start))
-        else:
-            await self.call.write(Message(append={"sampling": sampling, **input_}))
-        return self.turns[-1]
-
-    async def read(self, turn: Turn, *, num_tokens: int | None = None) -> None:
-        """Read to the end of a turn, or until it has some tokens."""
-        while turn.reason == output_pb2.FINISH_REASON_UNSPECIFIED:
-            if num_tokens is not None and len(turn.token_ids) >= num_tokens:
-                return
-            message = await self.call.read()
-            response = message.response
-            if response.HasField("started"):
-                turn.prompt = list(response.started.prompt_token_ids)
-                turn.num_cached_tokens = response.started.num_cached_tokens
-            turn.token_ids += response.delta.token_ids
-            if response.HasField("finished"):
-                turn.reason, turn.has_next = response.finished.reason, message.turn_ended
-
-    async def end(self) -> None:
-        await self.call.write(Message(end={}))
-        await read_to_end(self.call)
-
-
-async def check(stub: Stub, sessions: Sequence[Session]) -> None:
-    """The ids of each turn are those of Generate of the same tokens, and the context those of the turns."""
-    for session in sessions:
-        context: list[int] = []
-        for turn in session.turns:
-            assert turn.prompt[: len(context)] == context
-            request = generate_pb2.GenerateRequest(token_ids={"ids": turn.prompt}, sampling=turn.sampling)
-            whole = (await collect(stub, request)).token_ids
-            is_cancelled = turn.reason == output_pb2.FINISH_REASON_ABORT
-            assert turn.token_ids == (whole[: len(turn.token_ids)] if is_cancelled else whole)
-            context = turn.prompt + turn.token_ids
 
 
 def sampling_of(number: int) -> sampling_pb2.SamplingParams:
@@ -106,9 +35,9 @@ async def converse(stub: Stub, number: int) -> Session:
         turn = await session.add(prompt, 200 if index == 2 else rng.randrange(1, 20))
         if index == 2:
             await session.read(turn, num_tokens=3)
-            await session.call.write(Message(cancel_turn={}))
+            await session.cancel_turn()
         if index == NUM_TURNS - 1:
-            await session.call.write(Message(end={}))
+            await session.send_end()
         await session.read(turn)
         assert turn.has_next == (index < NUM_TURNS - 1)
     assert session.turns[2].reason == output_pb2.FINISH_REASON_ABORT
@@ -128,7 +57,7 @@ async def test_turns_have_the_ids_of_whole_requests_and_leave_nothing(llama: str
             await session.read(turn, num_tokens=None if max_tokens == 3 else 1)
             session.call.cancel()
         await view.until(lambda stats: stats.num_used_blocks == stats.num_running == stats.num_waiting == 0)
-        await check(stub, sessions)
+        assert await differences(stub, sessions) == []
     for session in sessions:
         for before, turn in pairwise(session.turns):
             # All but the token sampled last was computed, and is kept to the token.
@@ -168,7 +97,7 @@ async def test_sessions_go_on_where_engines_are_killed_between_and_within_turns(
         await session.end()
         (left,) = views.values()
         await left.until(lambda stats: stats.num_used_blocks == 0)
-        await check(stub, [session])
+        assert await differences(stub, [session]) == []
 
 
 async def in_use(views: dict[Child, EngineView]) -> Child:
