@@ -14,13 +14,16 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from frontend_svc.parsers.think import THINK
-from triptych.api.v1 import generate_pb2
+from triptych.api.v1 import generate_pb2, inference_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych_client.prompt_embeds import prompt_embeds
 
 # Mostly alike in size, so that several fill a cache that is hardly larger than the largest.
 _PROMPT_LENGTHS = (1, 5, *range(24, 48))
 _OUTPUT_LENGTHS = (1, 2, *range(8, 32))
+# Of a session, so that all its turns together are no longer than another request.
+_NUM_TURNS = (2, 3)
+_FIRST_INPUT, _LATER_INPUT, _TURN_OUTPUT, _MORE_OUTPUT = 12, 6, 8, 3
 _NUM_PREFIXES = 3
 _PREFIX_TOKENS = 24
 _EMBEDDING_DEVIATION = 0.05
@@ -42,6 +45,8 @@ _CONSTRAINTS = (
     sampling_pb2.StructuredOutput(grammar='start: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]{1,3}/\n'),
     sampling_pb2.StructuredOutput(structural_tag=json.dumps(_TAGS)),
 )
+
+_Append = inference_pb2.SessionAppend
 
 # Returns a value for the field of the option's name, or None where it has changed the request itself.
 Choose = Callable[["Draw"], Any]
@@ -76,14 +81,27 @@ class TinyModel:
         return noise.astype(np.float32)
 
 
+@dataclass(frozen=True, slots=True)
+class Added:
+    """Input of a session after its first, and the tokens that it adds."""
+
+    append: inference_pb2.SessionAppend
+    token_ids: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Draw:
-    """One request being drawn. `prompt` becomes its input in the end, in whatever form."""
+    """One request being drawn. `prompt` becomes its input in the end, in whatever form.
+
+    added: what makes it the start of a session.  sends_ahead: before the turns have ended.
+    """
 
     rng: random.Random
     model: TinyModel
     request: generate_pb2.GenerateRequest = field(default_factory=generate_pb2.GenerateRequest)
     prompt: list[int] = field(default_factory=list)
+    added: list[Added] = field(default_factory=list)
+    sends_ahead: bool = False
 
     @property
     def sampling(self) -> sampling_pb2.SamplingParams:
@@ -106,6 +124,11 @@ class Draw:
     def end(self) -> None:
         if self.request.WhichOneof("input") is None:
             self.request.token_ids.ids.extend(self.prompt)
+        for one in self.added:
+            if one.append.HasField("sampling"):
+                one.append.sampling.CopyFrom(self.sampling)
+                one.append.sampling.ClearField("seed")
+                one.append.sampling.max_tokens += self.rng.randint(0, _MORE_OUTPUT)
 
 
 def among(*values: object) -> Choose:
@@ -143,6 +166,24 @@ def min_tokens(draw: Draw) -> int:
 def repetition(draw: Draw) -> None:
     draw.sampling.repetition_detection.max_pattern_size = draw.rng.randint(1, 3)
     draw.sampling.repetition_detection.min_count = 2
+
+
+def turns(draw: Draw) -> None:
+    """Inputs of texts and ids, some with sampling parameters, which the end of the draw fills in."""
+    rng, model = draw.rng, draw.model
+    del draw.prompt[_FIRST_INPUT:]
+    draw.sampling.max_tokens = rng.randint(1, _TURN_OUTPUT)
+    draw.sends_ahead = rng.random() < 0.5
+    for _ in range(rng.randint(*_NUM_TURNS) - 1):
+        token_ids, append = rng.choices(model.plain_ids, k=rng.randint(1, _LATER_INPUT)), _Append()
+        if rng.random() < 0.5:
+            append.prompt = model.tokenizer.decode(token_ids)
+            token_ids = _encode(model.tokenizer, append.prompt)
+        else:
+            append.token_ids.ids.extend(token_ids)
+        if rng.random() < 0.3:
+            append.sampling.SetInParent()
+        draw.added.append(Added(append, tuple(token_ids)))
 
 
 def shared_prefix(draw: Draw) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tests.composition.draws import Draw, TinyModel
+from tests.composition.draws import Added, Draw, TinyModel
 from tests.composition.table import (
     CONDITIONS,
     ENTRIES,
@@ -29,11 +29,16 @@ NUM_RIGS = 1 << len(CONDITIONS).bit_length()
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One request with the names of its options. `refusals` are the answers one of which it gets, if any."""
+    """One request with the names of its options. `refusals` are the answers one of which it gets, if any.
+
+    added, sends_ahead: see `Draw`.
+    """
 
     request: generate_pb2.GenerateRequest
     options: frozenset[str]
     refusals: tuple[Refusal, ...]
+    added: tuple[Added, ...] = ()
+    sends_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,8 @@ def _draw_request(rng: random.Random, model: TinyModel, conditions: frozenset[st
             draw.set(option.name.split()[0], value)
     draw.end()
     names = frozenset(option.name for option in options)
-    return Drawn(draw.request, names, tuple(refusals_of(names | conditions)))
+    refusals = tuple(refusals_of(names | conditions))
+    return Drawn(draw.request, names, refusals, tuple(draw.added), draw.sends_ahead)
 
 
 def _draw_options(rng: random.Random) -> list[Option]:

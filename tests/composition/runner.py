@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections import Counter
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from google.protobuf import text_format
+from google.protobuf.message import Message
 
 from tests.chaos.stacks import Stack, StackPlan, keep_logs
 from tests.composition.answers import Answer, Refused, Stub, Whole, ask, ask_alone, is_expected
@@ -27,6 +29,7 @@ from triptych_cli.verbs.replay import replay_file
 EVIDENCE = ("num_preemptions", "num_chunked_prefills", "prefix_hits", "num_moved_requests")
 _ONE_STEP = ("--steps-in-flight=1",)
 _NO_CACHE = ("--no-enable-prefix-caching",)
+_LEAST_BLOCK = 4  # of all conditions
 _TRACE = "trace*.jsonl"
 _FRONTEND_FLAGS = ("--drain-lag-s=0", "--reasoning-parser=think")
 
@@ -118,7 +121,7 @@ class _Runner:
             for fault in case.faults:
                 strikes.create_task(fault.strike(scene))
             answers = await asyncio.gather(
-                *(ask(self._stub, request, scene.progress.note) for request in requests)
+                *(ask(self._stub, drawn, scene.progress.note) for drawn in case.drawn)
             )
             scene.progress.end()
         if is_deadly:
@@ -129,7 +132,8 @@ class _Runner:
     async def _undisturbed(self, case: Case) -> list[Answer | None]:
         """Each request that is served, one after the other."""
         return [
-            None if drawn.refusals else await ask_alone(self._alone, drawn.request) for drawn in case.drawn
+            None if drawn.refusals else await ask_alone(self._alone, drawn.request, drawn.added)
+            for drawn in case.drawn
         ]
 
     async def _mended(self) -> None:
@@ -144,27 +148,38 @@ class _Runner:
             self._counts[process.name, process.num_starts] = counts
 
     def _compare(self, case: Case, index: int, drawn: Drawn, seen: Answer, expected: Answer | None) -> None:
-        if isinstance(seen, Whole):
-            self._report.distinct_ids.update(*(output.token_ids for output in seen.outputs))
-            for output in seen.outputs:
-                stats = output.stats
-                self._report.stats["num_preemptions"] += stats.num_preemptions
-                self._report.stats["num_migrations"] += stats.num_migrations
-                self._report.stats["num_timed"] += stats.queue_ms + stats.prefill_ms + stats.decode_ms > 0
-                self._report.stats["num_outputs"] += 1
+        wholes = [] if isinstance(seen, Refused) else seen
+        self._report.stats["num_turns"] += len(wholes) if drawn.added else 0
+        self._report.stats["num_kept_turns"] += sum(map(_is_kept, wholes, wholes[1:]))
+        for output in itertools.chain.from_iterable(whole.outputs for whole in wholes):
+            stats = output.stats
+            self._report.distinct_ids.update(output.token_ids)
+            self._report.stats["num_preemptions"] += stats.num_preemptions
+            self._report.stats["num_migrations"] += stats.num_migrations
+            self._report.stats["num_timed"] += stats.queue_ms + stats.prefill_ms + stats.decode_ms > 0
+            self._report.stats["num_outputs"] += 1
         if is_expected(drawn, seen, expected):
             return
         names = ", ".join(sorted(drawn.options | case.surroundings))
         self._report.differences.append(
             f"seed {case.seed}, request {index}: {names}\n"
-            f"request:\n{_shown(drawn.request)}seen:\n{_shown(seen)}"
-            f"expected:\n{_shown(expected) if expected else drawn.refusals}"
+            f"request:\n{_shown(drawn.request)}{_shown_all([one.append for one in drawn.added])}"
+            f"seen:\n{_shown_all(seen)}"
+            f"expected:\n{drawn.refusals if expected is None else _shown_all(expected)}"
         )
 
 
-def _shown(message: Answer | generate_pb2.GenerateRequest) -> str:
-    if isinstance(message, Refused):
-        return f"{message}\n"
+def _is_kept(before: Whole, turn: Whole) -> bool:
+    """Whether an engine has kept a turn's tokens to the last one that it had computed, not whole blocks."""
+    num_computed = before.usage.num_prompt_tokens + before.usage.num_completion_tokens - 1
+    return turn.started.num_cached_tokens == num_computed and num_computed % _LEAST_BLOCK > 0
+
+
+def _shown_all(messages: Answer | Sequence[Message]) -> str:
+    return f"{messages}\n" if isinstance(messages, Refused) else "".join(map(_shown, messages))
+
+
+def _shown(message: Message) -> str:
     shown = type(message)()
     shown.CopyFrom(message)
     if isinstance(shown, generate_pb2.GenerateRequest):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tests.composition import draws
 from tests.composition.draws import among, between
-from tests.composition.faults import Scene, cancel_stream, kill_engine
+from tests.composition.faults import Scene, cancel_stream, cancel_turns, kill_engine
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1.sampling_pb2 import OUTPUT_KIND_CUMULATIVE, OUTPUT_KIND_FINAL_ONLY
 
@@ -63,6 +63,7 @@ class Refusal:
 
 
 OPTIONS = (
+    Option("a session", 0.2, draws.turns),
     Option("shared prefix", 0.4, draws.shared_prefix),
     Option("thinking_token_budget", 0.2, draws.thinking_budget),
     Option("prompt", 0.2, draws.text_prompt, "input"),
@@ -144,6 +145,7 @@ CONDITIONS = (
 FAULTS = (
     Fault("kill -9 of an engine", 0.05, kill_engine, ends_engine=True),
     Fault("a client that goes away", 0.3, cancel_stream),
+    Fault("turns that are cancelled", 0.2, cancel_turns),
 )
 
 
@@ -155,6 +157,7 @@ def _refused(*names: str, status: str = "INVALID_ARGUMENT", field: str, reason: 
 
 
 _SERVED_LATER = {"status": "UNIMPLEMENTED", "reason": "is not served yet"}
+_IN_SESSION = {"reason": "a session has one output a turn, of tokens, and ends with its stream"}
 _NEEDS_TOKENS = "needs a token at every position of the prompt"
 
 REFUSALS = (
@@ -163,6 +166,9 @@ REFUSALS = (
     _refused("embeds", "prompt_logprobs", field="sampling.prompt_logprobs", reason=_NEEDS_TOKENS),
     _refused("embeds", "return_prompt_token_ids", field="return_prompt_token_ids", reason=_NEEDS_TOKENS),
     _refused("embeds", "truncate_prompt_tokens", field="truncate_prompt_tokens", reason=_NEEDS_TOKENS),
+    _refused("a session", "n", field="sampling.n", **_IN_SESSION),
+    _refused("a session", "embeds", field="embeds", **_IN_SESSION),
+    _refused("a session", "orphan_grace_ms", field="orphan_grace_ms", **_IN_SESSION),
     _refused("media", field="media", **_SERVED_LATER),
 )  # fmt: skip
 

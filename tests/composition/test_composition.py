@@ -19,6 +19,7 @@ def check(report: Report) -> None:
     assert min(counts.values()) > 0, f"not disturbed: {counts}"
     stats = report.stats
     assert 0 < stats["num_preemptions"] <= counts["num_preemptions"]
+    assert stats["num_kept_turns"] > 0
     assert stats["num_migrations"] > 0 and stats["num_timed"] == stats["num_outputs"]
 
 

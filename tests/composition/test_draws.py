@@ -51,8 +51,8 @@ def test_the_last_bit_of_a_log_probability_counts():
     one, other = Whole(), Whole()
     for whole, value in ((one, -1.0), (other, next_float)):
         whole.outputs.add(token_ids=[5]).logprobs.logprobs.append(value)
-    assert is_expected(drawn, one, one)
-    assert not is_expected(drawn, one, other)
+    assert is_expected(drawn, [one], [one])
+    assert not is_expected(drawn, [one], [other])
 
 
 def test_a_refusal_must_name_the_field_of_the_table():
@@ -61,7 +61,7 @@ def test_a_refusal_must_name_the_field_of_the_table():
     assert is_expected(drawn, Refused(refusal.status, frozenset({refusal.field}), ""), None)
     assert not is_expected(drawn, Refused(refusal.status, frozenset({refusal.field, "model"}), ""), None)
     assert not is_expected(drawn, Refused(refusal.status, frozenset(), ""), None)
-    assert not is_expected(drawn, Whole(), None)
+    assert not is_expected(drawn, [Whole()], None)
 
 
 def test_the_documents_print_the_refusals():
