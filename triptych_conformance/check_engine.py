@@ -15,11 +15,12 @@ from triptych_conformance.engine import (
     resuming,
     steps,
     transport,
+    turns,
 )
 from triptych_conformance.engine_under_test import EngineUnderTest, inspect_engine
 from triptych_conformance.report import Report, Result, run_cases
 
-_SECTIONS = (transport, opening, numbers, resuming, requests, steps, adoption, health, ends)
+_SECTIONS = (transport, opening, numbers, resuming, requests, turns, steps, adoption, health, ends)
 ENGINE_CASES: tuple[Case[EngineUnderTest], ...] = tuple(
     case for section in _SECTIONS for case in section.CASES
 )

@@ -16,11 +16,24 @@ from triptych_conformance.frontend import (
     steps,
     tensors,
     transport,
+    turns,
 )
 from triptych_conformance.frontend_under_test import FrontendUnderTest
 from triptych_conformance.report import Report, Result, run_cases
 
-_SECTIONS = (transport, opening, numbers, resuming, requests, steps, adoption, health, ends, tensors)
+_SECTIONS = (
+    transport,
+    opening,
+    numbers,
+    resuming,
+    requests,
+    turns,
+    steps,
+    adoption,
+    health,
+    ends,
+    tensors,
+)
 FRONTEND_CASES: tuple[Case[FrontendUnderTest], ...] = tuple(
     case for section in _SECTIONS for case in section.CASES
 )

@@ -19,7 +19,7 @@ from triptych_conformance.engine_stream import EngineStream
 from triptych_kit.channel import CHANNEL_OPTIONS, parse_target
 
 REVISION = 1
-FEATURES = ("resume", "adopt")
+FEATURES = ("resume", "adopt", "input_segments")
 # Tokens of the answer that the others are compared with.
 NUM_REFERENCE_TOKENS = 32
 _NUM_PROMPT_TOKENS = 8

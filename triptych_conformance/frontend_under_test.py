@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import struct
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,12 +12,13 @@ from typing import Any
 
 import grpc.aio
 
-from triptych.api.v1 import generate_pb2, inference_pb2_grpc
-from triptych.common.v1 import error_pb2, sampling_pb2, tensor_pb2
+from triptych.api.v1 import generate_pb2, inference_pb2, inference_pb2_grpc
+from triptych.common.v1 import error_pb2, output_pb2, sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2
 from triptych_conformance.cases import NotApplicable, expect, fail
 from triptych_conformance.played_engine import EOS_TOKEN_ID, HIDDEN_SIZE, PlayedEngine, Session
 from triptych_kit.channel import open_channel
+from triptych_kit.eager_writer import EagerWriter
 from triptych_kit.errors import ServiceError, from_rpc_error, to_parts
 
 EMBEDDING_BYTES = 4 * HIDDEN_SIZE  # of one position, in fp32
@@ -43,14 +45,17 @@ class ClientCall:
         self._call.cancel()
         await asyncio.wait([self._reader])
 
+    def _take(self, response: Any) -> None:
+        if response.HasField("delta") and response.delta.output_index == 0:
+            self.tokens += response.delta.token_ids
+            self.text += response.delta.text
+        if response.HasField("finished"):
+            self.finished[response.finished.output_index] = response.finished
+
     async def _read(self) -> None:
         try:
             async for response in self._call:
-                if response.HasField("delta") and response.delta.output_index == 0:
-                    self.tokens += response.delta.token_ids
-                    self.text += response.delta.text
-                if response.HasField("finished"):
-                    self.finished[response.finished.output_index] = response.finished
+                self._take(response)
                 self._on_change()
         except grpc.RpcError as error:
             self.error = from_rpc_error(error)
@@ -58,6 +63,27 @@ class ClientCall:
             pass
         self.is_over = True
         self._on_change()
+
+
+class SessionCall(ClientCall):
+    """A GenerateSession call. `tokens` are those of all its turns."""
+
+    def __init__(self, call: Any, prompt: list[int], on_change: Callable[[], object]) -> None:
+        self.ends: list[output_pb2.FinishReason] = []  # of the turns that others may follow
+        # After a failed write of the call itself, its status could not be read.
+        self._writer: EagerWriter[inference_pb2.GenerateSessionRequest] = EagerWriter(call.write)
+        super().__init__(call, prompt, on_change)
+
+    async def send(self, **message: Any) -> None:
+        """Write a message of the client; what becomes of the call is read."""
+        with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
+            self._writer.start(inference_pb2.GenerateSessionRequest(**message))
+            await self._writer.finish()
+
+    def _take(self, response: Any) -> None:
+        super()._take(response.response)
+        if response.turn_ended:
+            self.ends.append(response.response.finished.reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +97,11 @@ class Attempt:
     def send(self, token_ids: Sequence[int], **options: Any) -> None:
         """Send tokens of the request: see `Session.send_tokens`."""
         self.session.send_tokens(self.entry.handle, token_ids, **options)
+
+    def end_turn(self, token_ids: Sequence[int], *, is_first: bool = True, **end: Any) -> None:
+        """Send tokens that end a turn. end: of its end, LENGTH by default."""
+        finished = {"row": 0, "reason": output_pb2.FINISH_REASON_LENGTH, "turn_ended": True, **end}
+        self.send(token_ids, is_first=is_first, finished=[finished])
 
     def reject(self, error: ServiceError) -> None:
         code, message, details = to_parts(error)
@@ -178,7 +209,7 @@ class FrontendUnderTest:
         **sampling: Any,
     ) -> ClientCall:
         """A client's request with a prompt of its own. embeds: those of fp32 that come before its tokens."""
-        prompt = [1 + secrets.randbelow(EOS_TOKEN_ID - 1) for _ in range(num_prompt_tokens)]
+        prompt = _random_prompt(num_prompt_tokens)
         params = sampling_pb2.SamplingParams(max_tokens=max_tokens, **sampling)
         request = generate_pb2.GenerateRequest(
             sampling=params,
@@ -196,6 +227,15 @@ class FrontendUnderTest:
             request.token_ids.ids[:] = prompt
         call = ClientCall(self._stub.Generate(request, timeout=timeout_s), prompt, self._on_change)
         self._calls.append(call)
+        return call
+
+    async def converse(self, max_tokens: int = 6) -> SessionCall:
+        """A client's session with a first input of its own."""
+        prompt = _random_prompt(_NUM_PROMPT_TOKENS)
+        call = SessionCall(self._stub.GenerateSession(), prompt, self._on_change)
+        self._calls.append(call)
+        params = sampling_pb2.SamplingParams(max_tokens=max_tokens)
+        await call.send(start={"token_ids": {"ids": prompt}, "sampling": params})
         return call
 
     def attempts_of(self, call: ClientCall) -> list[Attempt]:
@@ -283,6 +323,10 @@ class FrontendUnderTest:
 
     def _on_change(self) -> None:
         self._changed.set()
+
+
+def _random_prompt(num_tokens: int) -> list[int]:
+    return [1 + secrets.randbelow(EOS_TOKEN_ID - 1) for _ in range(num_tokens)]
 
 
 def _prompt_embeds(embeds: bytes, is_token: bytes, token_ids: Sequence[int]) -> generate_pb2.PromptEmbeds:

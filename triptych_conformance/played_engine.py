@@ -27,6 +27,7 @@ EOS_TOKEN_ID = VOCAB_SIZE - 1
 MAX_MODEL_LEN = 2048
 MAX_INFLIGHT_ADDS = 256
 HIDDEN_SIZE = 64
+INPUT_SEGMENTS = "input_segments"
 HEARTBEAT_S = 0.5
 REPLAY_WINDOW_MS = 5000
 ACK_INTERVAL_MESSAGES = 16
@@ -45,7 +46,9 @@ class Session:
         self.adds: list[add_pb2.AddEntry] = []
         self.blobs_at_add: dict[str, bytes] = {}  # what was uploaded before the last of them
         self.in_flight: set[int] = set()
+        self.idle: set[int] = set()  # of these, those whose turns have ended
         self.aborts: list[tuple[int, int]] = []  # handles and reasons
+        self.cancels: list[tuple[int, int]] = []  # of turns: handles and segments
         self.hints: set[int] = set()  # handles of requests that have ended
         self.last_ack = 0
         self.goodbye: engine_pb2.Goodbye | None = None
@@ -95,8 +98,12 @@ class Session:
             step.events.add(row=0, kind=step_pb2.STEP_EVENT_KIND_SCHEDULED, age_us=1000)
         if ends:
             step.finished.add(row=0, reason=output_pb2.FINISH_REASON_LENGTH)
-        if step.finished:
-            self.in_flight.discard(handle)
+        for finished in step.finished:
+            if finished.turn_ended:
+                self.idle.add(handle)
+            else:
+                self.idle.discard(handle)
+                self.in_flight.discard(handle)
         self.send(step=step)
 
     def abort(self, handle: int) -> None:
@@ -307,13 +314,18 @@ class PlayedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                     self._find(Finding("hello once in a stream", "a second one"))
                 case "add":
                     self.num_adds += 1
+                    for entry in message.add.entries:
+                        self._check_turn(session, entry)
                     session.adds += message.add.entries
                     session.blobs_at_add.update(self.blobs)
                     handles = {entry.handle for entry in message.add.entries}
                     session.in_flight |= handles
+                    session.idle -= handles
                     session.hints -= handles
                 case "abort":
                     session.aborts += [(handle, message.abort.reason) for handle in message.abort.handles]
+                case "cancel_turn":
+                    session.cancels.append((message.cancel_turn.handle, message.cancel_turn.segment))
                 case "finish_hint":
                     self._take_hint(session, message.finish_hint.handle)
                 case "ack":
@@ -326,6 +338,13 @@ class PlayedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                     session.goodbye = message.goodbye
                     session.changed.set()
             self._on_change()
+
+    def _check_turn(self, session: Session, entry: add_pb2.AddEntry) -> None:
+        if (entry.resumable or entry.segment) and INPUT_SEGMENTS not in session.features:
+            self._find(Finding(f"no resumable request without the feature {INPUT_SEGMENTS}", repr(entry)))
+        is_running = entry.handle in session.in_flight - session.idle
+        if entry.segment and entry.resumable and is_running and entry not in session.adds:
+            self._find(Finding("a segment after the end of the turn before", repr(entry)))
 
     def _take_hint(self, session: Session, handle: int) -> None:
         if handle in session.in_flight and handle not in dict(session.aborts):

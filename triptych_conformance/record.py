@@ -33,7 +33,7 @@ class Record:
         return len(self._messages)
 
     def begin(self, handle: int) -> None:
-        """An ADD uses `handle` for a request, for the first time or again."""
+        """An ADD uses `handle` for a request, for the first time or again, or for its next turn."""
         for by_handle in (self.first, self.finished, self.rejected, self.adopted):
             by_handle.pop(handle, None)
         self.tokens[handle] = []
@@ -108,12 +108,14 @@ class Record:
             expected = f"parts of a row that sum to its {len(rows[parts.row])} tokens"
             expect(sum(parts.num_tokens) == len(rows[parts.row]), expected, list(parts.num_tokens))
         for finished in step.finished:
-            self._end(handles[finished.row])
+            self._end(handles[finished.row], turn_ended=finished.turn_ended)
             self._check_end(finished, rows[finished.row])
             self.finished[handles[finished.row]] = finished
 
-    def _end(self, handle: int) -> None:
-        has_ended = handle in self.finished or handle in self.rejected
+    def _end(self, handle: int, *, turn_ended: bool = False) -> None:
+        """A request ends, or a turn of it, which it may do once more behind its last turn."""
+        ended = self.finished.get(handle)
+        has_ended = handle in self.rejected or (ended is not None and (turn_ended or not ended.turn_ended))
         expect(not has_ended, f"exactly one end of handle {handle}", "a second one")
 
     def _check_end(self, finished: step_pb2.StepFinished, tokens: list[int]) -> None:

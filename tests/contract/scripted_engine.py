@@ -1,6 +1,7 @@
 """A second engine; its tokens are hashes. Written from `protos/engine-session.md` with stubs and gRPC alone.
 
-It has the feature `resume`. What an engine of `wrong_engines.py` does otherwise is a method of its own here.
+It has the features `resume` and `input_segments`. What an engine of `wrong_engines.py` does otherwise is a
+method of its own here.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _MAX_CHUNK_BYTES = 1024 * 1024
 _SERVED = {
     "handle", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "request_seed", "attempt",
     "group_id", "group_index", "age_ms", "remaining_ms", "priority", "cache_salt", "tenant",
-    "orphan_grace_ms", "resume_state", "trace_context", "skip_reading_prefix_cache",
+    "orphan_grace_ms", "resume_state", "trace_context", "skip_reading_prefix_cache", "resumable", "segment",
 }  # fmt: skip
 _HINTS = {
     "external_request_id", "data_parallel_rank", "job_id", "is_last_step", "tool_name",
@@ -52,6 +53,8 @@ _NEUTRAL = {
     "n": 1, "top_p": 1, "top_k": 0, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0,
     "repetition_penalty": 1, "min_tokens": 0,
 }  # fmt: skip
+
+_FEATURES = ("resume", "input_segments")
 
 _Code = grpc.StatusCode
 READY = session_pb2.Ready(
@@ -80,15 +83,20 @@ class Ended(Exception):
 
 @dataclass
 class Running:
-    """A request in flight."""
+    """A request in flight. tokens: what is known of it, the output of its present turn at the end."""
 
-    entry: add_pb2.AddEntry
+    entry: add_pb2.AddEntry  # that began the turn
     prompt: tuple[int, ...]
-    num_tokens: int  # of the output so far
+    num_tokens: int  # of the output of the turn so far
     max_tokens: int
     deadline_at: float | None
+    tokens: list[int]
     has_begun: bool = False
     is_aborted: bool = False
+    is_open: bool = False  # for further input
+    is_idle: bool = False  # its turn has ended
+    is_cancelled: bool = False  # its turn
+    refusal: Ended | None = None  # of its last segment
 
     @property
     def name(self) -> tuple[str, int]:
@@ -110,6 +118,7 @@ class Session:
         self.hello = hello
         self.max_kept_bytes = max_kept_bytes
         self.is_resumable = "resume" in features
+        self.takes_segments = "input_segments" in features
         self.running: dict[int, Running] = {}
         self.ended: dict[int, tuple[str, int]] = {}  # oldest first
         self.link: Link | None = None
@@ -162,6 +171,10 @@ class Session:
         return last_seq <= self.last_seq and all(
             seq in self._kept for seq in range(last_seq + 1, self.last_seq + 1)
         )
+
+    @property
+    def has_rows(self) -> bool:
+        return not all(running.is_idle for running in self.running.values())
 
     def knows(self, handle: int, name: tuple[str, int]) -> bool:
         running = self.running.get(handle)
@@ -266,6 +279,8 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
     async def drain(self) -> None:
         self.is_draining = True
         for session in self.sessions:
+            for running in session.running.values():
+                self.end_input(running)
             session.send(draining=engine_pb2.Draining(deadline_ms=5000))
 
     async def GetArtifacts(
@@ -333,7 +348,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             raise Ended(_Code.FAILED_PRECONDITION, "REVISION_TOO_OLD", f"the revision here is {REVISION}")
 
     def common_features(self, hello: session_pb2.Hello) -> list[str]:
-        return ["resume"] if "resume" in hello.features or hello.feature_set.resume else []
+        return [name for name in _FEATURES if name in hello.features or getattr(hello.feature_set, name)]
 
     def resumed_by(self, hello: session_pb2.Hello) -> Session | session_pb2.ResumeRefusal:
         """The session that goes on, or why none does."""
@@ -374,7 +389,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             engine_epoch=self.epoch,
             dp_size=1,
             features=features,
-            feature_set=session_pb2.FeatureSet(resume="resume" in features),
+            feature_set=session_pb2.FeatureSet(**dict.fromkeys(set(features) & set(_FEATURES), True)),
             state=self._state,
             ack_interval_messages=16,
             ack_interval_ms=50,
@@ -437,6 +452,8 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                     self.add(session, entry)
             case "abort":
                 self.abort(session, message.abort)
+            case "cancel_turn":
+                self.cancel_turn(session, message.cancel_turn)
             case "ack":
                 session.acknowledge(message.ack.last_seq)
             case "utility":
@@ -460,6 +477,9 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         """Ignores it."""
 
     def add(self, session: Session, entry: add_pb2.AddEntry) -> None:
+        if entry.segment:
+            self.extend(session, entry)
+            return
         name = (entry.request_id, entry.attempt)
         if session.knows(entry.handle, name):
             self.on_known_add(session, entry)
@@ -469,14 +489,72 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         except Ended as refusal:
             self.reject(session, entry, refusal)
             return
-        output = unpack(entry.output_token_ids)
-        prompt = unpack(entry.prompt_token_ids)
+        tokens = unpack(entry.prompt_token_ids) + unpack(entry.output_token_ids)
+        session.running[entry.handle] = self.begin(entry, tokens)
+        self.accepted.append(entry)
+
+    def begin(self, entry: add_pb2.AddEntry, tokens: tuple[int, ...]) -> Running:
+        """A turn whose prompt and output so far are these tokens."""
+        num_tokens = len(unpack(entry.output_token_ids))
+        prompt = tokens[: len(tokens) - num_tokens]
         limit = self.ready.max_model_len - len(prompt)
         max_tokens = min(entry.sampling.max_tokens, limit) if entry.sampling.HasField("max_tokens") else limit
         remaining_s = entry.remaining_ms / 1000 if entry.HasField("remaining_ms") else None
         deadline_at = None if remaining_s is None else time.monotonic() + remaining_s
-        session.running[entry.handle] = Running(entry, prompt, len(output), max_tokens, deadline_at)
+        return Running(entry, prompt, num_tokens, max_tokens, deadline_at, [*tokens], is_open=entry.resumable)
+
+    def extend(self, session: Session, entry: add_pb2.AddEntry) -> None:
+        """Begin the next turn of a request, or let it end."""
+        if not session.knows(entry.handle, (entry.request_id, entry.attempt)):
+            unknown = Ended(_Code.NOT_FOUND, "NO_SUCH_REQUEST", f"handle {entry.handle} has no such request")
+            self.reject(session, entry, unknown)
+            return
+        running = session.running.get(entry.handle)
+        if running is None or not running.is_open or self.is_known_segment(running, entry):
+            return
+        if not entry.resumable:
+            self.end_input(running)
+            return
+        try:
+            self.check_segment(running, entry)
+            tokens = self.context_of(running) + unpack(entry.prompt_token_ids)
+            self.check_tokens(entry, tokens)
+        except Ended as refusal:
+            running.refusal, running.is_idle, running.is_open = refusal, False, False
+            return
+        session.running[entry.handle] = self.begin(entry, tokens)
         self.accepted.append(entry)
+
+    def context_of(self, running: Running) -> tuple[int, ...]:
+        """The token sampled last is the frontend's to send."""
+        return tuple(running.tokens[:-1])
+
+    def end_input(self, running: Running) -> None:
+        """A request ends with its turn, or at once between two."""
+        running.is_open = False
+        running.is_aborted |= running.is_idle
+        running.is_idle = False
+
+    def is_known_segment(self, running: Running, entry: add_pb2.AddEntry) -> bool:
+        return entry.segment <= running.entry.segment
+
+    def check_segment(self, running: Running, entry: add_pb2.AddEntry) -> None:
+        if entry.segment != running.entry.segment + 1:
+            raise Ended(_Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "segment: not the next one")
+        if not running.is_idle:
+            raise Ended(_Code.FAILED_PRECONDITION, "TURN_NOT_ENDED", "the turn before has not ended")
+        self.check_fields(entry)
+        self.check_values(entry)
+        if entry.output_token_ids:
+            raise Ended(_Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "output_token_ids: not in a segment")
+
+    def cancel_turn(self, session: Session, cancel: engine_pb2.CancelTurn) -> None:
+        running = session.running.get(cancel.handle)
+        if running is not None and running.is_open and self.is_present_turn(running, cancel):
+            running.is_cancelled = True
+
+    def is_present_turn(self, running: Running, cancel: engine_pb2.CancelTurn) -> bool:
+        return running.entry.segment == cancel.segment and not running.is_idle
 
     def on_known_add(self, session: Session, entry: add_pb2.AddEntry) -> None:
         """Ignores it: the frontend cannot know what arrived before its stream broke."""
@@ -489,13 +567,21 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         self.check_limit(session)
         self.check_fields(entry)
         self.check_values(entry)
-        ids = unpack(entry.prompt_token_ids) + unpack(entry.output_token_ids)
+        self.check_resumable(session, entry)
+        self.check_tokens(entry, unpack(entry.prompt_token_ids) + unpack(entry.output_token_ids))
+
+    def check_tokens(self, entry: add_pb2.AddEntry, tokens: tuple[int, ...]) -> None:
+        """tokens: the context that it begins with."""
         if (
             not entry.prompt_token_ids
-            or len(ids) >= self.ready.max_model_len
-            or max(ids) >= self.ready.vocab_size
+            or len(tokens) >= self.ready.max_model_len
+            or max(tokens) >= self.ready.vocab_size
         ):
             raise Ended(_Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "prompt_token_ids: not of this model")
+
+    def check_resumable(self, session: Session, entry: add_pb2.AddEntry) -> None:
+        if entry.resumable and not session.takes_segments:
+            raise Ended(_Code.UNIMPLEMENTED, "UNIMPLEMENTED_FIELD", "resumable is not served in this session")
 
     def check_state(self) -> None:
         if self.is_loading:
@@ -550,7 +636,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         for handle, attempt in zip(abort.handles, attempts, strict=True):
             running = session.running.get(handle)
             if running is not None and attempt in (None, running.entry.attempt):
-                running.is_aborted = True
+                running.is_aborted, running.is_idle = True, False
             elif running is None and handle in session.ended:
                 late.append(handle)
         if late:
@@ -559,10 +645,16 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
     def step(self, session: Session) -> step_pb2.Step:
         """One more token for each request in flight, or its end."""
         step = step_pb2.Step(step_number=self.step_number)
-        handles, counts, tokens = list(session.running), [], []
+        handles = [handle for handle, running in session.running.items() if not running.is_idle]
+        counts, tokens = [], []
         for row, handle in enumerate(handles):
             running = session.running[handle]
             is_late = running.deadline_at is not None and time.monotonic() >= running.deadline_at
+            if running.refusal is not None:
+                counts.append(0)
+                code, message = running.refusal.code.value[0], running.refusal.message
+                step.finished.add(row=row, reason=output_pb2.FINISH_REASON_ERROR, code=code, message=message)
+                continue
             if running.is_aborted or is_late or running.num_tokens >= running.max_tokens:
                 counts.append(0)
                 is_cut = running.is_aborted or is_late
@@ -573,16 +665,23 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                 step.first.add(row=row, num_cached_tokens=0)
                 running.has_begun = True
             tokens.append(self.token(running))
+            running.tokens.append(tokens[-1])
             running.num_tokens += 1
             counts.append(1)
+            end = {"row": row, "turn_ended": running.is_open}
             if tokens[-1] in running.entry.sampling.stop_token_ids:
-                step.finished.add(row=row, reason=output_pb2.FINISH_REASON_STOP, stop_token_id=tokens[-1])
+                step.finished.add(reason=output_pb2.FINISH_REASON_STOP, stop_token_id=tokens[-1], **end)
             elif running.num_tokens >= running.max_tokens:
-                step.finished.add(row=row, reason=output_pb2.FINISH_REASON_LENGTH)
+                step.finished.add(reason=output_pb2.FINISH_REASON_LENGTH, **end)
+            elif running.is_cancelled:
+                step.finished.add(reason=output_pb2.FINISH_REASON_ABORT, **end)
         step.handles, step.num_tokens, step.token_ids = pack(handles), bytes(counts), pack(tokens)
         for finished in step.finished:
             handle = handles[finished.row]
-            session.settle(handle, session.running.pop(handle).name)
+            if finished.turn_ended:
+                session.running[handle].is_idle = True
+            else:
+                session.settle(handle, session.running.pop(handle).name)
         return step
 
     def token(self, running: Running) -> int:
@@ -594,7 +693,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             await asyncio.sleep(self.step_s)
             self.step_number += 1
             for session in list(self.sessions):
-                if session.running and not session.is_full:
+                if session.has_rows and not session.is_full:
                     session.send(step=self.step(session))
                 if self.is_draining and not session.running:
                     session.end()
@@ -604,7 +703,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             await asyncio.sleep(self.heartbeat_s)
             for session in self.sessions:
                 if session.link is not None:
-                    has_work = bool(session.running)
+                    has_work = session.has_rows
                     number, state = self.step_number, self._state
                     beat = session_pb2.Heartbeat(step_number=number, has_work=has_work, state=state)
                     session.send(heartbeat=beat)

@@ -1,7 +1,7 @@
 """A second frontend, of token ids alone: written from `protos/engine-session.md` with stubs and gRPC alone.
 
-It has the feature `resume`, and of `adopt` what lets other frontends continue its requests. What one of
-`wrong_frontends.py` does otherwise is a method of its own here.
+It has the features `resume` and `input_segments`, and of `adopt` what lets other frontends continue its
+requests. What one of `wrong_frontends.py` does otherwise is a method of its own here.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import Any
 import grpc.aio
 
 from benchmarks.rig.processes import LOOPBACK
-from triptych.api.v1 import generate_pb2, inference_pb2_grpc
+from triptych.api.v1 import generate_pb2, inference_pb2, inference_pb2_grpc
 from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
 from triptych_kit.addresses import join_address
 
 REVISION = 1
+_FEATURES = ("resume", "adopt", "input_segments")
 _SILENCE_S = 1.5
 _RESUME_ATTEMPT_S = 0.5
 _RETRY_S = 0.05
@@ -51,7 +52,7 @@ class Incompatible(Exception):
 
 @dataclass(eq=False)
 class Request:
-    """One output of a client's request. events: tokens, then a reason or a status."""
+    """One output of a client's request, or a turn of a session. events: tokens, then a reason or a status."""
 
     prompt: Sequence[int]
     sampling: sampling_pb2.SamplingParams
@@ -70,6 +71,12 @@ class Request:
     digest: str = ""  # of the model that made the output
     has_begun: bool = False  # at the engine that has it now
     is_aborted: bool = False
+    is_by_token: bool = False  # whether the last token has ended it
+    is_resumable: bool = False
+    segment: int = 0  # of a request that has it as a further turn
+    num_kept: int = 0  # tokens of the prompt that the engine has, then
+    link: EngineLink | None = None  # the engine that it was sent to last, and
+    handle: int = 0  # its handle there
     events: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
 
     def entry(self, handle: int, *, others_may_adopt: bool) -> add_pb2.AddEntry:
@@ -77,7 +84,8 @@ class Request:
             handle=handle,
             request_id=self.request_id,
             attempt=self.attempt,
-            prompt_token_ids=pack(self.prompt),
+            segment=self.segment,
+            prompt_token_ids=pack(self.prompt[self.num_kept :]),
             output_token_ids=pack(self.output),
             sampling=self.sampling,
             request_seed=self.seed,
@@ -102,6 +110,7 @@ class EngineLink:
 
     def __init__(self, frontend: ScriptedFrontend, address: str) -> None:
         self.requests: dict[int, Request] = {}
+        self.idle: dict[int, Request] = {}  # turns that have ended, of requests that wait for the next
         self.is_open = False  # there is a stream
         self.is_ready = False  # the engine takes requests
         self.digest = ""
@@ -138,6 +147,7 @@ class EngineLink:
     def add(self, request: Request) -> None:
         handle = next(self._handles)
         request.has_begun = False
+        request.link, request.handle = self, handle
         self.requests[handle] = request
         if request.embeds is None or not self.is_uploaded(request.embeds):
             self._send_add(handle, request)
@@ -145,6 +155,40 @@ class EngineLink:
         task = asyncio.create_task(self._upload_and_send(handle, request))
         self._uploads.add(task)
         task.add_done_callback(self._uploads.discard)
+
+    def extend(self, before: Request, request: Request) -> None:
+        """Send a turn as a segment of the request that has ended the turn before."""
+        handle = before.handle
+        del self.idle[handle]
+        request.request_id, request.attempt = before.request_id, before.attempt
+        request.segment, request.num_kept = self.segment_after(before), self.num_kept_of(before)
+        request.link, request.handle = self, handle
+        self.requests[handle] = request
+        self._send_add(handle, request)
+
+    def segment_after(self, before: Request) -> int:
+        return before.segment + 1
+
+    def num_kept_of(self, before: Request) -> int:
+        """All but the last token, which the engine has not computed."""
+        return len(before.prompt) + len(before.output) - 1
+
+    def end_input(self, last: Request) -> None:
+        """End a request that waits for a further turn."""
+        if self.idle.pop(last.handle, None) is not None:
+            end = add_pb2.AddEntry(handle=last.handle, request_id=last.request_id, attempt=last.attempt)
+            end.segment = last.segment + 1
+            self.send(add=add_pb2.Add(entries=[end]))
+
+    def cancel_turn(self, request: Request) -> bool:
+        """False where the engine ends whole requests alone."""
+        if self.takes_segments():
+            cancel = engine_pb2.CancelTurn(handle=request.handle, segment=request.segment)
+            self.send(cancel_turn=cancel)
+        return self.takes_segments()
+
+    def takes_segments(self) -> bool:
+        return "input_segments" in self._ack.features
 
     def others_may_adopt(self) -> bool:
         return "adopt" in self._ack.features
@@ -170,6 +214,7 @@ class EngineLink:
 
     def _send_add(self, handle: int, request: Request) -> None:
         entry = request.entry(handle, others_may_adopt=self.others_may_adopt())
+        entry.resumable = request.is_resumable and self.takes_segments()
         if request.embeds is not None and self.is_uploaded(request.embeds):
             content = request.embeds.inline
             entry.prompt_embeds.blob.sha256 = hashlib.sha256(content).hexdigest()
@@ -238,8 +283,8 @@ class EngineLink:
                 session_id=self._session_id,
                 frontend_epoch=self._frontend.epoch,
                 schema_revision=REVISION,
-                features=["resume", "adopt"],
-                feature_set=session_pb2.FeatureSet(resume=True, adopt=True),
+                features=_FEATURES,
+                feature_set=session_pb2.FeatureSet(**dict.fromkeys(_FEATURES, True)),
                 resume=point,
             )
             await call.write(engine_pb2.ConnectRequest(hello=hello))
@@ -392,13 +437,33 @@ class EngineLink:
                 self._frontend.on_tokens(request, tokens[position : position + count], self)
             position += count
         for finished in step.finished:
-            request = self.requests.pop(handles[finished.row], None)
-            if request is not None and not request.is_aborted:
-                refused = _Refused.of(finished.code, finished.message) if finished.code else None
-                request.events.put_nowait(refused or finished.reason)
-                self._hint(handles[finished.row], request)
+            self._take_end(handles[finished.row], finished)
+
+    def _take_end(self, handle: int, finished: step_pb2.StepFinished) -> None:
+        request = self.requests.pop(handle, None)
+        if request is None:
+            self.on_idle_end(handle)
+        elif request.segment and not request.has_begun:
+            self.on_gone(request, finished)
+        elif not request.is_aborted:
+            if finished.turn_ended:
+                self.idle[handle] = request
+            request.is_by_token = finished.WhichOneof("stop") is not None
+            refused = _Refused.of(finished.code, finished.message) if finished.code else None
+            request.events.put_nowait(refused or finished.reason)
+            self._hint(handle, request)
+
+    def on_idle_end(self, handle: int) -> None:
+        """The engine keeps the request no longer."""
+        self.idle.pop(handle, None)
+
+    def on_gone(self, request: Request, finished: step_pb2.StepFinished) -> None:
+        """The request had ended before the turn came: it begins another."""
+        if not request.is_aborted:
+            self._frontend.move(request, None)
 
     def _lose_requests(self) -> None:
+        self.idle.clear()
         lost, self.requests = self.requests, {}
         for request in lost.values():
             if self.is_moved(request):
@@ -409,7 +474,7 @@ class EngineLink:
 
 
 class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
-    """Serves Generate for prompts of token ids; the text of token 5 is `w5`."""
+    """Serves Generate and GenerateSession for token ids; the text of token 5 is `w5`."""
 
     link_type: type[EngineLink] = EngineLink
 
@@ -461,6 +526,76 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             for one in requests:
                 self.on_client_gone(one)
+
+    async def GenerateSession(
+        self, messages: AsyncIterator[inference_pb2.GenerateSessionRequest], context: Any
+    ) -> AsyncIterator[inference_pb2.GenerateSessionResponse]:
+        start = (await anext(aiter(messages))).start
+        remaining_s = context.time_remaining()
+        (turn,) = self.requests_of(start, None if remaining_s is None else int(remaining_s * 1000))
+        session, position = _Session(turn), 0
+
+        def response(**content: Any) -> inference_pb2.GenerateSessionResponse:
+            nonlocal position
+            position += 1
+            message = generate_pb2.GenerateResponse(position=position, **content)
+            return inference_pb2.GenerateSessionResponse(
+                response=message, turn_ended=message.HasField("finished")
+            )
+
+        reader = asyncio.create_task(self._read_session(session, messages))
+        try:
+            while True:
+                self._send_turn(session)
+                yield response(started=generate_pb2.Started())
+                async for event in self._events_of(session.turn, start.sampling.stop):
+                    yield response(
+                        **{"delta" if isinstance(event, generate_pb2.Delta) else "finished": event}
+                    )
+                added = await session.inputs.get()
+                if added is None:
+                    break
+                session.append(added)
+            last = response(finished=generate_pb2.Finished(reason=output_pb2.FINISH_REASON_LENGTH))
+            last.turn_ended = False
+            yield last
+        except _Refused as refusal:
+            await context.abort(refusal.code, refusal.message)
+        finally:
+            reader.cancel()
+            self.on_client_gone(session.turn)
+            self.end_session(session)
+
+    async def _read_session(
+        self, session: _Session, messages: AsyncIterator[inference_pb2.GenerateSessionRequest]
+    ) -> None:
+        async for message in messages:
+            match message.WhichOneof("message"):
+                case "append":
+                    session.inputs.put_nowait(list(message.append.token_ids.ids))
+                case "end":
+                    break
+                case "cancel_turn":
+                    self.cancel_turn(session.turn)
+        session.inputs.put_nowait(None)
+
+    def _send_turn(self, session: _Session) -> None:
+        """Go on where the tokens before a turn are, or with all of them anywhere."""
+        before, turn = session.before, session.turn
+        link = None if before is None else before.link
+        if before is not None and link is not None and link.idle.get(before.handle) is before:
+            link.extend(before, turn)
+        else:
+            self._send(turn)
+
+    def cancel_turn(self, turn: Request) -> None:
+        if turn.link is None or not turn.link.cancel_turn(turn):
+            self._abort(turn, engine_pb2.ABORT_REASON_CLIENT)
+            turn.events.put_nowait(output_pb2.FINISH_REASON_ABORT)
+
+    def end_session(self, session: _Session) -> None:
+        if session.turn.link is not None:
+            session.turn.link.end_input(session.turn)
 
     def requests_of(self, request: generate_pb2.GenerateRequest, remaining_ms: int | None) -> list[Request]:
         sampling = sampling_pb2.SamplingParams()
@@ -533,9 +668,10 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
         else:
             self.move(request, link)
 
-    def move(self, request: Request, link: EngineLink) -> None:
+    def move(self, request: Request, link: EngineLink | None) -> None:
         """Send a request to another engine, or to the same one where there is no other."""
         request.attempt += 1
+        request.segment = request.num_kept = 0
         self._send(request, avoid=link)
 
     def on_ready(self) -> None:
@@ -568,6 +704,24 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
         if request in self._waiting:
             self._waiting.remove(request)
             request.events.put_nowait(_Refused(grpc.StatusCode.UNAVAILABLE, "no engine is ready"))
+
+
+class _Session:
+    """The turns of a client's session. inputs: those that wait; None is the end."""
+
+    def __init__(self, first: Request) -> None:
+        self.before: Request | None = None
+        self.turn = first
+        self.turn.is_resumable = True
+        self.inputs: asyncio.Queue[Sequence[int] | None] = asyncio.Queue()
+
+    def append(self, added: Sequence[int]) -> None:
+        """Begin another turn, with all tokens but one that has ended the turn before."""
+        before = self.turn
+        num_kept = len(before.output) - before.is_by_token
+        prompt = [*before.prompt, *before.output[:num_kept], *added]
+        self.before = before
+        self.turn = Request(prompt, before.sampling, before.seed, before.remaining_ms, is_resumable=True)
 
 
 class _Refused(Exception):

@@ -18,10 +18,12 @@ from triptych_kit.addresses import join_address
 LIMIT_S = 60.0
 # Where something is to be missing, this is waited for.
 SHORT_LIMIT_S = 2.0
-# Cases of what the frontend in JavaScript does not serve: adoption, embeddings and adapters.
+# Cases of what the frontend in JavaScript does not serve: adoption, embeddings, adapters, jobs and sessions.
 NOT_SERVED_IN_JAVASCRIPT = {
     "request_to_adopt", "small_tensor", "large_tensor", "lost_blob", "named_adapter", "unannounced_adapter",
     "same_content", "turns_of_a_job", "engine_of_a_job", "hint_after_end", "hint_after_stop_string",
+    "session_without_feature", "next_segment", "end_of_session", "cancelled_turn",
+    "request_ended_between_turns",
 }  # fmt: skip
 
 

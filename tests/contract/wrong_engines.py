@@ -300,6 +300,53 @@ class _ForgetsSessionsWhileLoading(ScriptedEngine):
         return session_pb2.RESUME_REFUSAL_NO_SESSION if self.is_loading else super().resumed_by(hello)
 
 
+class _TakesSegmentsInAnySession(ScriptedEngine):
+    def check_resumable(self, session: Session, entry: add_pb2.AddEntry) -> None:
+        pass
+
+
+class _ForgetsTurns(ScriptedEngine):
+    def context_of(self, running: Running) -> tuple[int, ...]:
+        return ()
+
+
+class _KeepsTheLastToken(ScriptedEngine):
+    def context_of(self, running: Running) -> tuple[int, ...]:
+        return tuple(running.tokens)
+
+
+class _EndsWithTheFirstTurn(ScriptedEngine):
+    def add(self, session: Session, entry: add_pb2.AddEntry) -> None:
+        super().add(session, entry)
+        for running in session.running.values():
+            running.is_open = False
+
+
+class _TakesSegmentsAgain(ScriptedEngine):
+    def is_known_segment(self, running: Running, entry: add_pb2.AddEntry) -> bool:
+        return False
+
+
+class _NeverEndsInput(ScriptedEngine):
+    def end_input(self, running: Running) -> None:
+        pass
+
+
+class _CancelsAnyTurn(ScriptedEngine):
+    def is_present_turn(self, running: Running, cancel: engine_pb2.CancelTurn) -> bool:
+        return True
+
+
+class _CancelsNoTurn(ScriptedEngine):
+    def cancel_turn(self, session: Session, cancel: engine_pb2.CancelTurn) -> None:
+        pass
+
+
+class _ChecksNoSegments(ScriptedEngine):
+    def check_segment(self, running: Running, entry: add_pb2.AddEntry) -> None:
+        pass
+
+
 WRONG_ENGINES: tuple[tuple[str, type[ScriptedEngine]], ...] = (
     ("unknown_member", _EndsAtUnknownMessages),
     ("unknown_field", _RejectsUnknownFields),
@@ -333,6 +380,15 @@ WRONG_ENGINES: tuple[tuple[str, type[ScriptedEngine]], ...] = (
     ("deadline", _HasNoDeadline),
     ("abort_of_other_attempt", _AbortsAnyAttempt),
     ("abort_after_end", _AnswersNoLateAbort),
+    ("resumable_without_feature", _TakesSegmentsInAnySession),
+    ("turns", _ForgetsTurns),
+    ("turns", _KeepsTheLastToken),
+    ("turns", _EndsWithTheFirstTurn),
+    ("end_of_input", _TakesSegmentsAgain),
+    ("end_of_input", _NeverEndsInput),
+    ("cancelled_turn", _CancelsAnyTurn),
+    ("cancelled_turn", _CancelsNoTurn),
+    ("refused_segments", _ChecksNoSegments),
     ("whole_request", _EndsTwice),
     ("whole_request", _LeavesFirstOut),
     ("continued_sampling", _DrawsInSequence),

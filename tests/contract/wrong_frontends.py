@@ -8,7 +8,7 @@ from typing import Any
 from tests.contract.scripted_frontend import EngineLink, Request, ScriptedFrontend, Void
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import tensor_pb2
-from triptych.engine.v1 import add_pb2, session_pb2
+from triptych.engine.v1 import add_pb2, session_pb2, step_pb2
 
 
 class _EndsAtUnknownMessages(EngineLink):
@@ -169,19 +169,19 @@ class _ContinuesAtAnyModel(ScriptedFrontend):
 
 
 class _ForgetsOutput(ScriptedFrontend):
-    def move(self, request: Request, link: EngineLink) -> None:
+    def move(self, request: Request, link: EngineLink | None) -> None:
         request.output.clear()
         super().move(request, link)
 
 
 class _DrawsAnotherSeed(ScriptedFrontend):
-    def move(self, request: Request, link: EngineLink) -> None:
+    def move(self, request: Request, link: EngineLink | None) -> None:
         request.seed += 1
         super().move(request, link)
 
 
 class _CountsNoAttempts(ScriptedFrontend):
-    def move(self, request: Request, link: EngineLink) -> None:
+    def move(self, request: Request, link: EngineLink | None) -> None:
         request.attempt -= 1
         super().move(request, link)
 
@@ -200,6 +200,39 @@ class _KeepsDeadlines(ScriptedFrontend):
 
 class _AbortsNothing(ScriptedFrontend):
     def on_client_gone(self, request: Request) -> None:
+        pass
+
+
+class _SendsResumableAnywhere(EngineLink):
+    def takes_segments(self) -> bool:
+        return True
+
+
+class _LeavesTheLastTokenOut(EngineLink):
+    def num_kept_of(self, before: Request) -> int:
+        return super().num_kept_of(before) + 1
+
+
+class _CountsNoSegments(EngineLink):
+    def segment_after(self, before: Request) -> int:
+        return 1
+
+
+class _AbortsTurns(EngineLink):
+    def cancel_turn(self, request: Request) -> bool:
+        return False
+
+
+class _OverlooksEndsBetweenTurns(EngineLink):
+    def on_idle_end(self, handle: int) -> None:
+        pass
+
+    def on_gone(self, request: Request, finished: step_pb2.StepFinished) -> None:
+        request.events.put_nowait(finished.reason)
+
+
+class _LeavesRequestsOpen(ScriptedFrontend):
+    def end_session(self, session: object) -> None:
         pass
 
 
@@ -227,6 +260,12 @@ WRONG_FRONTENDS: tuple[tuple[str, type[ScriptedFrontend]], ...] = (
     ("request_to_adopt", _CountsRequests),
     ("moved_request", _with(_AbortsNothingThatMoved)),
     ("slow_step", _with(_JudgesByAgeAlone)),
+    ("session_without_feature", _with(_SendsResumableAnywhere)),
+    ("next_segment", _with(_LeavesTheLastTokenOut)),
+    ("next_segment", _with(_CountsNoSegments)),
+    ("end_of_session", _LeavesRequestsOpen),
+    ("cancelled_turn", _with(_AbortsTurns)),
+    ("request_ended_between_turns", _with(_OverlooksEndsBetweenTurns)),
     ("other_fingerprint", _ContinuesAtAnyModel),
     ("death_before_ready", _with(_UsesLoadingEngines)),
     ("death_before_ready", _with(_ConnectsOnce)),
