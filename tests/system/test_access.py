@@ -7,8 +7,9 @@ import contextlib
 import http.client
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import grpc
@@ -74,6 +75,14 @@ ROUTES = (
 )
 # The pages of the admin HTTP listener at this port, by who may see them.
 PAGES = {"/metrics": set(ROLES), "/traces/last": {"admin"}, "/ui": {"admin"}, "/ui/state": {"admin"}}
+UPGRADE = MappingProxyType(
+    {
+        "connection": "upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-version": "13",
+        "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==",
+    }
+)
 OPEN_ROUTES = (("GET", "/health"), ("GET", "/ready"), ("GET", "/ping"), ("POST", "/ping"))
 
 
@@ -189,13 +198,19 @@ async def test_every_role_at_every_rpc_of_every_listener(guarded: Guarded) -> No
 
 
 async def http_answer(
-    address: str, method: str, path: str, key: str, body: bytes = b"{}"
+    address: str,
+    method: str,
+    path: str,
+    key: str,
+    body: bytes = b"{}",
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[int, bytes]:
-    """The status and the body of an answer."""
+    """The status and the body of an answer. more: headers."""
 
     def answer() -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(address, timeout=LIMIT_S)
-        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        authorization = {"authorization": f"Bearer {key}"} if key else {}
+        headers = {"content-type": "application/json", **authorization, **more}
         try:
             connection.request(method, path, body=body, headers=headers)
             response = connection.getresponse()
@@ -227,6 +242,14 @@ async def test_every_role_at_every_route(guarded: Guarded) -> None:
             is_openai = not path.startswith("/v1/messages")
             of_openai = {"param", "code"} if is_openai else set()
             assert set(json.loads(body)["error"]) == {"message", "type", *of_openai}
+
+
+async def test_every_role_at_a_websocket(guarded: Guarded) -> None:
+    address = guarded.address("frontend.http")
+    for role in (*ROLES, ""):
+        key = key_of(role) if role else "wrong-key-0123456789"
+        status, body = await http_answer(address, "GET", "/v1/realtime", key, b"", UPGRADE)
+        assert status == (101 if role in ("client", "admin") else 403 if role else 401), (role, body)
 
 
 async def test_every_role_at_every_page(guarded: Guarded) -> None:

@@ -469,6 +469,7 @@ async def test_one_client_has_no_more_sessions_than_its_limit():
             refused = await exchange(client.address, upgrade(URL))
             assert refused is not None
             assert (refused.status, refused.error["code"]) == (429, "too_many_sessions")
+            assert "has 1 sessions, the limit is 1" in refused.error["message"]
             await end(first)
         async with opened(client.address, URL) as again:
             await again.event()

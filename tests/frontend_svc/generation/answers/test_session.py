@@ -337,6 +337,7 @@ async def test_a_limited_number_of_sessions_is_open_and_one_that_ends_makes_room
         error = await Session(client).error()
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "1 sessions are open, the limit is 1" in error.details()
+        assert "TOO_MANY_SESSIONS" in details_of(error) and "RetryInfo" in details_of(error)
         await first.send(END)
         await first.read()
         assert await first.is_at_end()
