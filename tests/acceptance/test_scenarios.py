@@ -26,6 +26,7 @@ _CELLS = {
     # Gaps and times are measured by its own command.
     "pins": ("--turns=1", "--loads=1", "--max-added-ms=inf", "--max-start-s=inf"),
     "poison": ("--rounds=1", "--variations=2", "--streams=8"),
+    "sessions": ("--scripts=80", "--kills=2"),
     "speculation": ("--proposer=ngram", "--proposer=scripted"),
 }
 _NAMES = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
