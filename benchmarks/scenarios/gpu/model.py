@@ -37,7 +37,7 @@ class RandomWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def read(self, name: str) -> Tensor:
+    def read_weight(self, name: str) -> Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.ones(shape, device=self._device, dtype=self._dtype)
@@ -45,7 +45,7 @@ class RandomWeights:
         return weight.normal_(0.0, _WEIGHT_SCALE, generator=self._generator)
 
     def read_slice(self, name: str, dim: int, start: int, end: int) -> Tensor:
-        return self.read(name).narrow(dim, start, end - start).contiguous()
+        return self.read_weight(name).narrow(dim, start, end - start).contiguous()
 
 
 def _weight_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
