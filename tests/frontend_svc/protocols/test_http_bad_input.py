@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import io
 import json
 import random
@@ -207,12 +208,16 @@ async def attacked(**options: Any):
         address = await frontend.servers.http.start()
         streams = Streams()
         await streams.begin(engine, address, stack)
+        # What earlier tests left in this process takes a collection up to a second to look through.
+        gc.collect()
+        gc.freeze()
         block = asyncio.ensure_future(longest_block())
         try:
             yield engine, frontend, address, streams
             found = await streams.end(engine)
         finally:
             block.cancel()
+            gc.unfreeze()
             await frontend.servers.http.stop(0)
         expected = streams.expected()
         assert found == expected
