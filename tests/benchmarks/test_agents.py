@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.report import Row
-from benchmarks.scenarios.agents import CONTESTANTS, M2_STEP_COST, compare, shortfalls
+from benchmarks.scenarios.agents import CONTESTANTS, M2_STEP_COST, Load, compare, promises, shortfalls
+from benchmarks.scenarios.agents.real_time import is_offered
 from benchmarks.scenarios.agents.virtual_time import BLOCK_SIZE, Outcome, VirtualEngine
 from benchmarks.scenarios.agents.workload import SHAPES, Job, draw_jobs
 
@@ -43,7 +44,8 @@ def test_a_job_alone_takes_its_steps_and_its_tools():
 
 
 def test_pins_leave_fewer_tokens_to_compute_again_than_order_alone():
-    compared = compare([JOBS], num_open=4, times=2.0, cost=M2_STEP_COST, num_processes=1)
+    load = Load([JOBS], num_open=4, times=2.0, max_context=4096)
+    compared = compare(load, M2_STEP_COST, num_processes=1)
     rows = {str(row["contestant"]): row for row in compared}
     assert rows["fcfs"]["recomputed_ratio"] == 1.0
     assert rows["utility"]["recomputed"] < rows["no pins"]["recomputed"]  # type: ignore[operator]
@@ -75,9 +77,29 @@ def test_a_figure_above_its_limit_breaks_a_promise(column: str, value: float):
 
 def test_a_mean_above_four_fifths_is_promised_only_at_four_times_the_cache():
     broken = [shortfalls(cell(times=times, mean_s_ratio=0.85)) for times in (2.0, 4.0)]
-    assert [any("0.800 is promised" in line for line in lines) for lines in broken] == [True, False]
+    assert [any("0.800 is promised, 0.8 times" in line for line in lines) for lines in broken] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(("mean", "num_broken"), [(1.05, 0), (1.06, 1)])
 def test_of_fast_prompts_the_mean_alone_is_promised(mean: float, num_broken: int):
     assert len(shortfalls(cell(10.0, recomputed_ratio=2.0, mean_s_ratio=mean))) == num_broken
+
+
+def test_each_promise_is_counted_over_the_cells_and_the_one_nearest_to_its_limit_is_shown():
+    rows = [*cell(times=2.0, recomputed_ratio=0.6), *cell(times=4.0)]
+    first = promises(rows)[0]
+    assert (first["contestant"], first["kept"]) == ("utility", "1 of 2")
+    assert first["worst"] == "0.600 of 0.500, x, 2 times the cache"
+
+
+def test_an_engine_is_measured_without_the_pins_that_it_does_not_offer():
+    offered = [contestant for contestant in CONTESTANTS if is_offered(contestant)]
+    assert [one.name for one in CONTESTANTS if one not in offered] == [
+        "turns, lognormal 2 s",
+        "turns, fixed 10 s",
+    ]
+    rows = [row for row in cell(mean_s_ratio=0.43) if row["contestant"] in {one.name for one in offered}]
+    assert len(shortfalls(rows)) == 1

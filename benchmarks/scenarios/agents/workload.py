@@ -7,6 +7,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_TOKEN_IDS = range(100, 2000)  # that every model has
+
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
@@ -114,6 +116,6 @@ def _draw_job(shape: JobShape, max_context: int, rng: random.Random) -> Job:
         if num_tokens > max_context:
             break
         (tool,) = rng.choices(shape.tools, [tool.share for tool in shape.tools])
-        input_ids = rng.choices(range(100, 32_000), k=num_input)
+        input_ids = rng.choices(_TOKEN_IDS, k=num_input)
         turns.append(Turn(input_ids, num_output, tool.name, tool.gap_s.draw(rng)))
     return Job(turns)
