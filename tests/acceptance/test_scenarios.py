@@ -21,6 +21,7 @@ _CELLS = {
         *("--seconds=2", "--turns=1", "--max-added-ms=inf"),
     ),
     "hostile_grammars": ("--only", "exploding patterns", "--rounds=1", "--max-added-ms=inf"),
+    "jobs": ("--jobs=8", "--only", "fcfs", "continuum"),
     "languages": ("--schemas=60", "--patterns=20", "--grammars=20"),
     "mask_agreement": ("--states=300",),
     # Gaps and times are measured by its own command.

@@ -9,6 +9,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+from tests.acceptance.scenarios.jobs import WAYS, serve, shortfalls
 from tests.system.checkpoints import VOCAB_SIZE
 from tests.system.generation import Answer, collect, random_prompt, request_of
 from tests.system.stack import Stack, listeners_of
@@ -84,3 +85,9 @@ async def test_jobs_have_the_tokens_of_another_policy_and_leave_nothing(llama: s
     program = (sys.executable, "-m", "triptych_cli.cli", "replay", str(path))
     replay = await asyncio.to_thread(subprocess.run, program, capture_output=True, text=True)
     assert (replay.returncode, replay.stdout.rpartition(": ")[2]) == (0, "the same decisions\n")
+
+
+async def test_jobs_of_divided_engines_with_drafts_and_grammars_have_their_tokens_where_one_is_killed(
+    tmp_path: Path,
+) -> None:
+    assert shortfalls([await serve(WAYS["all together"], 8, 4, tmp_path)]) == []
