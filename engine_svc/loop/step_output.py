@@ -199,7 +199,8 @@ class UnreadSteps:
             else:
                 self._merge_rows(run[0])
             for output in run:
-                self._finished.update((output.handles[end.row], end) for end in output.finished)
+                for end in output.finished:
+                    self._note_end(output.handles[end.row], end)
                 self._first.update((output.handles[row], first) for row, first in output.first)
                 if output.token_logprobs is not None:
                     self._token_logprobs = self._token_logprobs or LogprobDeltas()
@@ -211,6 +212,13 @@ class UnreadSteps:
         if self._token_logprobs is not None:
             self.size_bytes += self._token_logprobs.size_bytes
         self.size_bytes += _extras_bytes(self._extras)
+
+    def _note_end(self, handle: int, end: FinishedRow) -> None:
+        """Keep how a turn has ended where its request has ended behind it, as no row has two ends."""
+        turn = self._finished.get(handle)
+        if turn is not None and turn.turn_ended and end.reason is FinishReason.ABORT:
+            end = replace(turn, turn_ended=False)
+        self._finished[handle] = end
 
     def _merge_rows(self, output: StepOutput) -> None:
         start = 0

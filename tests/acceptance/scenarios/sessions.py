@@ -98,8 +98,9 @@ async def _run(num_scripts: int, num_kills: int, first: int) -> tuple[list[Row],
     async with _serving() as stack:
         for batch in (numbers[start : start + size] for start in range(0, num_scripts, size)):
             played += await stack.play(batch, has_kill=num_kills > 0)
-            shortfalls += await stack.shortfalls(played[-len(batch) :])
-            print(f"{len(played)} sessions, {len(shortfalls)} shortfalls", file=sys.stderr, flush=True)
+            found = await stack.shortfalls(played[-len(batch) :])
+            print(*found, f"{len(played)} sessions", sep="\n", file=sys.stderr, flush=True)
+            shortfalls += found
         kept, shown = await stack.left(), await stack.status()
     shortfalls += [f"kept after the end: {text}" for text in kept]
     rows = [_row(ending, [one for one in played if one.ending is ending]) for ending in Ending]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import threading
 
+import pytest
+
 from engine_svc.cache.observer import StoredBlocks
 from engine_svc.core.request import FinishReason, FirstOutput, Request
 from engine_svc.core.sampling_params import SamplingParams
@@ -97,6 +99,21 @@ def test_unread_steps_are_merged_row_by_row():
     assert merged.first == [(0, FirstOutput(16)), (1, FirstOutput(0)), (2, FirstOutput(3))]
     assert merged.parts == [(0, [1, 1]), (1, [1, 2])]
     assert merged.finished == [FinishedRow(0, FinishReason.ABORT), FinishedRow(1, FinishReason.STOP, 22)]
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
+def test_the_end_of_an_unread_turn_is_the_last_of_its_request_unless_that_fails(reason: FinishReason):
+    outbox = Outbox(max_bytes=1000, wake=lambda: None)
+    outbox.publish(make_step(1, {4: [10]}, finished=[FinishedRow(0, FinishReason.STOP, 10, turn_ended=True)]))
+    outbox.publish(make_step(2, {9: [20], 4: []}, finished=[FinishedRow(1, reason)]))
+    merged = outbox.take()
+    assert merged is not None
+    assert rows_of(merged) == {4: [10], 9: [20]}
+    ends = {
+        FinishReason.ABORT: FinishedRow(0, FinishReason.STOP, 10),
+        FinishReason.ERROR: FinishedRow(0, reason),
+    }
+    assert merged.finished == [ends[reason]]
 
 
 def test_a_thousand_unread_steps_become_one():
