@@ -142,22 +142,33 @@ class PackLinear(Protocol):
         *,
         out_dtype: torch.dtype | None = None,
         quantization: str = "",
+        activations: str = "exact",
     ) -> Linear:
         """weight: [N, K], bias: [N].  out_dtype: of the result, None is x's.
 
         quantization: "" keeps the weight as it is; "int8" stores int8 with one fp32 scale per output
         (symmetric, absolute maximum over 127); ValueError if the device has no such kernel. A weight
         that is quantized already, in a way that the device has no kernel for, is dequantized.
+        activations: "exact" multiplies rows as they are; "int8" rounds them, for a weight that is quantized
+        already, to int8 with one scale per group of inputs, where the device has a kernel for that; "auto" is
+        the faster of them.
         """
 
 
 class PackExperts(Protocol):
     """Packs experts' weights once, at load."""
 
-    def __call__(self, gate_up: ExpertWeights, down: ExpertWeights, *, first_expert: int = 0) -> Experts:
+    def __call__(
+        self,
+        gate_up: ExpertWeights,
+        down: ExpertWeights,
+        *,
+        first_expert: int = 0,
+        activations: str = "exact",
+    ) -> Experts:
         """Of each expert, gate_up: [2 F, hidden], gates first; down: [hidden, F].
 
-        They are experts first_expert to first_expert + E - 1 of the model.
+        They are experts first_expert to first_expert + E - 1 of the model.  activations: see PackLinear.
         """
 
 

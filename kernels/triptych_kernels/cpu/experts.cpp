@@ -10,6 +10,7 @@
 #include <cstring>
 #include <optional>
 #include <type_traits>
+#include <vector>
 
 #include "pool.h"
 #include "isa.h"
@@ -31,19 +32,22 @@ constexpr int64_t kGroupPanels = 4;               // of one task: two of gates, 
 constexpr int64_t kChunkRows = 8 * kMaxTileRows;  // whose gates and ups stay in the first caches
 constexpr int64_t kMaxAssignments = 4096;              // tokens times experts per token that are processed at once
 
-// gate_up: [E] panels that alternate, gates and the same columns' ups; F padded with zeros to whole panels.
-struct ExpertsPlan {
-    PackedWeight gate_up, down;  // of the first expert
-    int64_t num_experts, first_expert;
+// A projection of an expert.
+struct ExpertWeight {
+    PackedWeight packed;
+    const float* scales;  // of its columns, in whole panels; null: all are 1
+};
 
-    int64_t hidden() const { return gate_up.in_features; }
-    bool is_fp32() const { return gate_up.rows_are_fp32; }
-    int64_t padded_ffn() const { return gate_up.out_features / 2; }
-    PackedWeight of(const PackedWeight& first, int64_t expert) const {
-        PackedWeight weight = first;
-        weight.panels += expert * first.num_panels() * first.panel_bytes();
-        return weight;
-    }
+// gate_up: panels that alternate, gates and the same columns' ups; F padded with zeros to whole panels.
+struct ExpertsPlan {
+    std::vector<ExpertWeight> gate_up, down;  // of each expert, in the same shapes
+    int64_t first_expert;
+    int64_t x_units, activated_units;  // of a packed row: enough for each expert
+
+    int64_t num_experts() const { return static_cast<int64_t>(down.size()); }
+    int64_t hidden() const { return gate_up.front().packed.in_features; }
+    bool is_fp32() const { return gate_up.front().packed.rows_are_fp32; }
+    int64_t padded_ffn() const { return gate_up.front().packed.out_features / 2; }
 };
 
 struct Call {
@@ -72,7 +76,7 @@ struct Routing {
 };
 
 bool route(const ExpertsPlan& plan, const Call& call, Routing& routing) {
-    const int64_t num_assignments = call.num_tokens * call.experts_a_token, num_experts = plan.num_experts;
+    const int64_t num_assignments = call.num_tokens * call.experts_a_token, num_experts = plan.num_experts();
     auto* memory =
         static_cast<int64_t*>(scratch(kScratchExpertsIndex, 8 * (2 * num_experts + 2 + num_assignments)));
     if (memory == nullptr) {
@@ -151,9 +155,9 @@ struct Workspace {
 bool allocate(const ExpertsPlan& plan, const Routing& routing, int64_t num_assignments, Workspace& space) {
     const int64_t element_bytes = plan.is_fp32() ? 4 : 2;
     const int64_t sizes[4] = {
-        routing.num_rows * plan.gate_up.num_units() * 4,
+        routing.num_rows * plan.x_units * 4,
         routing.num_rows * plan.padded_ffn() * element_bytes,
-        routing.num_rows * plan.down.num_units() * 4,
+        routing.num_rows * plan.activated_units * 4,
         num_assignments * plan.hidden() * 4,
     };
     int64_t starts[5] = {0};
@@ -175,7 +179,7 @@ bool allocate(const ExpertsPlan& plan, const Routing& routing, int64_t num_assig
 template <class Dtype>
 bool activate_group(const ExpertsPlan& plan, const Routing& routing, const Workspace& space, int64_t expert,
                     int64_t first_panel) {
-    const PackedWeight weight = plan.of(plan.gate_up, expert);
+    const auto& [weight, scales] = plan.gate_up[expert];
     const int64_t end_panel = std::min(first_panel + kGroupPanels, weight.num_panels());
     constexpr int64_t kWidth = kGroupPanels * kPanelColumns;
     float* tile = static_cast<float*>(scratch(kScratchGemmPanel, kChunkRows * kWidth * 4));
@@ -187,9 +191,8 @@ bool activate_group(const ExpertsPlan& plan, const Routing& routing, const Works
          first += kChunkRows) {
         const int64_t count = std::min(kChunkRows, routing.first_row[expert + 1] - first);
         char* out = reinterpret_cast<char*>(tile) - first_panel * kPanelColumns * 4;
-        const StoreRows store{nullptr, nullptr, out, kWidth, weight.out_features, false, nullptr};
-        multiply_panels(weight, RowBlocks(count), space.x + first * weight.num_units(), first_panel,
-                        end_panel, store);
+        const StoreRows store{nullptr, scales, out, kWidth, weight.out_features, false, nullptr};
+        multiply_panels(weight, RowBlocks(count), space.x + first * plan.x_units, first_panel, end_panel, store);
         for (int64_t row = 0; row < count; ++row) {
             for (int64_t pair = 0; pair < (end_panel - first_panel) / 2; ++pair) {
                 const float* gate = tile + row * kWidth + pair * 2 * kPanelColumns;
@@ -204,19 +207,19 @@ bool activate_group(const ExpertsPlan& plan, const Routing& routing, const Works
 
 void project_down(const ExpertsPlan& plan, const Routing& routing, const Workspace& space, int64_t expert,
                   int64_t first_panel) {
-    const PackedWeight weight = plan.of(plan.down, expert);
+    const auto& [weight, scales] = plan.down[expert];
     const int64_t end_panel = std::min(first_panel + kGroupPanels, weight.num_panels());
     for (int64_t first = routing.first_row[expert]; first < routing.first_row[expert + 1];
          first += kChunkRows) {
         const int64_t count = std::min(kChunkRows, routing.first_row[expert + 1] - first);
         const StoreRows store{nullptr,
-                              nullptr,
+                              scales,
                               reinterpret_cast<char*>(space.parts),
                               plan.hidden(),
                               plan.hidden(),
                               false,
                               routing.assignment_of + first};
-        multiply_panels(weight, RowBlocks(count), space.packed + first * weight.num_units(), first_panel,
+        multiply_panels(weight, RowBlocks(count), space.packed + first * plan.activated_units, first_panel,
                         end_panel, store);
     }
 }
@@ -230,7 +233,7 @@ void sum_parts(const ExpertsPlan& plan, const Call& call, const Workspace& space
         for (int64_t assignment = token * call.experts_a_token; assignment < (token + 1) * call.experts_a_token;
              ++assignment) {
             const int64_t expert = call.id(assignment) - plan.first_expert;
-            if (expert < 0 || expert >= plan.num_experts) {
+            if (expert < 0 || expert >= plan.num_experts()) {
                 continue;
             }
             const Floats part = load_part(mask, space.parts + assignment * plan.hidden() + column);
@@ -258,20 +261,21 @@ bool run_tokens(const ExpertsPlan& plan, const Call& call) {
     if (!allocate(plan, routing, call.num_tokens * call.experts_a_token, space)) {
         return false;
     }
-    const auto pack_experts = [&](const PackedWeight& weight, uint32_t* out, const auto& row_at) {
+    const auto pack_experts = [&](const std::vector<ExpertWeight>& weights, int64_t row_units, uint32_t* out,
+                                  const auto& row_at) {
         parallel_for(routing.num_chosen, [&](int64_t task) {
             const int64_t expert = routing.chosen[task], end = routing.first_row[expert + 1];
             for (int64_t first = routing.first_row[expert]; first < end; first += kChunkRows) {
                 const int64_t count = std::min(kChunkRows, end - first);
-                pack_chunk(weight, first, count, out + first * weight.num_units(), row_at);
+                pack_chunk(weights[expert].packed, first, count, out + first * row_units, row_at);
             }
         });
     };
-    pack_experts(plan.gate_up, space.x, [&](int64_t row) {
+    pack_experts(plan.gate_up, plan.x_units, space.x, [&](int64_t row) {
         return call.x + routing.assignment_of[row] / call.experts_a_token * call.x_stride_bytes;
     });
     std::atomic<bool> is_done{true};
-    for_each_group(routing, plan.gate_up, [&](int64_t expert, int64_t panel) {
+    for_each_group(routing, plan.gate_up.front().packed, [&](int64_t expert, int64_t panel) {
         if (!activate_group<Dtype>(plan, routing, space, expert, panel)) {
             is_done = false;
         }
@@ -280,9 +284,9 @@ bool run_tokens(const ExpertsPlan& plan, const Call& call) {
         return false;
     }
     const int64_t activated_bytes = plan.padded_ffn() * static_cast<int64_t>(sizeof(typename Dtype::Element));
-    pack_experts(plan.down, space.packed,
+    pack_experts(plan.down, plan.activated_units, space.packed,
                  [&](int64_t row) { return space.activated + row * activated_bytes; });
-    for_each_group(routing, plan.down,
+    for_each_group(routing, plan.down.front().packed,
                    [&](int64_t expert, int64_t panel) { project_down(plan, routing, space, expert, panel); });
     for (int64_t token = 0; token < call.num_tokens; ++token) {
         sum_parts<Dtype>(plan, call, space, token);
@@ -311,19 +315,25 @@ void delete_plan(PyObject* capsule) {
 }
 
 PyObject* make_experts(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    int64_t numbers[8];
-    if (!read_numbers("make_experts", arguments, count, numbers, 8)) {
+    constexpr int kPlanNumbers = 3, kWeightNumbers = kLayoutNumbers + 4;
+    const Py_ssize_t num_weights = std::max<Py_ssize_t>(2, (count - kPlanNumbers) / kWeightNumbers / 2 * 2);
+    std::vector<int64_t> numbers(kPlanNumbers + num_weights * kWeightNumbers);
+    if (!read_numbers("make_experts", arguments, count, numbers.data(), static_cast<Py_ssize_t>(numbers.size()))) {
         return nullptr;
     }
-    const bool is_fp32 = numbers[0] != 0;
-    const RowForm form = form_of_few_rows(is_fp32, numbers[7] != 0);
-    const auto kind = is_fp32 ? WeightKind::kFp32 : WeightKind::kBf16;
-    const int64_t hidden = numbers[3], ffn = numbers[4];
-    const int64_t padded_ffn = (ffn + kPanelColumns - 1) / kPanelColumns * kPanelColumns;
-    auto* plan = new ExpertsPlan{
-        PackedWeight{reinterpret_cast<const char*>(numbers[5]), hidden, 2 * padded_ffn, kind, is_fp32, form},
-        PackedWeight{reinterpret_cast<const char*>(numbers[6]), ffn, hidden, kind, is_fp32, form}, numbers[1],
-        numbers[2]};
+    auto* plan = new ExpertsPlan{{}, {}, numbers[1], 0, 0};
+    for (Py_ssize_t i = 0; i < num_weights; ++i) {
+        const int64_t* n = numbers.data() + kPlanNumbers + i * kWeightNumbers;
+        const int64_t* own = n + kLayoutNumbers;
+        PackedWeight weight = layout_of(n);
+        weight.set_rows(numbers[0] != 0, numbers[2] != 0);
+        weight.panels = reinterpret_cast<const char*>(own[0]);
+        weight.groups.table = reinterpret_cast<const uint8_t*>(own[2]);
+        weight.groups.base = static_cast<int32_t>(own[3]);
+        int64_t& most_units = i % 2 == 0 ? plan->x_units : plan->activated_units;
+        most_units = std::max(most_units, weight.num_units());
+        (i % 2 == 0 ? plan->gate_up : plan->down).push_back({weight, reinterpret_cast<const float*>(own[1])});
+    }
     return PyCapsule_New(plan, kPlanName, delete_plan);
 }
 
@@ -348,7 +358,8 @@ constexpr Kernel kExperts{"experts", kPlanName, 8, 0, run_experts_of, nullptr,
 
 PyMethodDef TRIPTYCH_METHODS(experts)[] = {
     TRIPTYCH_METHOD(make_experts,
-                    "make_experts(is_fp32, E, first_expert, hidden, F, gate_up, down, with_amx) -> plan."),
+                    "make_experts(is_fp32, first_expert, with_amx, *weights) -> plan. Of each expert gate_up, whose "
+                    "panels alternate, then down, both as: *layout (see packed_bytes), panels, scales, table, base."),
     TRIPTYCH_KERNEL_METHOD(kExperts),
     {nullptr, nullptr, 0, nullptr}};
 const triptych::Kernel* const TRIPTYCH_KERNELS_OF(experts)[] = {&triptych::kExperts, nullptr};

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from triptych_kernels.cpu.linear import alternating, pack_panels, packed_bytes
+from triptych_kernels.cpu.codes import find_codes
+from triptych_kernels.cpu.linear import Packed, address_of, alternating, log_dequantized, pack
 from triptych_kernels.cpu.loader import Isa
-from triptych_kernels.cpu.panel_memory import own_panels
+from triptych_kernels.cpu.panel_memory import PanelMemory
 from triptych_kernels.ops import Experts
-from triptych_kernels.quantized import ExpertWeights, stacked
+from triptych_kernels.quantized import ExpertWeights, QuantizedWeight, Weight, as_tensor
 from triptych_kernels.reference import REFERENCE
 from triptych_kernels.reference.moe import check_follows, expert_slice_of
 
@@ -23,61 +24,53 @@ _ID_DTYPES = (torch.int32, torch.int64)
 class NativeExperts:
     """Computes every chosen expert for the tokens that chose it; other experts are not read."""
 
-    __slots__ = ("_dtype", "_ffn", "_hidden", "_isa", "_plan", "_tensors", "expert_range", "num_bytes")
+    __slots__ = ("_downs", "_dtype", "_gate_ups", "_hidden", "_isa", "_plan", "expert_range", "num_bytes")
 
     def __init__(
         self,
         isa: Isa,
-        gate_up_panels: Tensor,
-        down_panels: Tensor,
+        gate_ups: Sequence[Packed],
+        downs: Sequence[Packed],
         *,
         dtype: torch.dtype,
-        hidden: int,
-        ffn: int,
         first_expert: int,
     ) -> None:
-        """gate_up_panels, down_panels: [E, bytes], contiguous and 64-byte aligned, packed from [2 F, hidden]
-        and [hidden, F] of each expert.  isa: the instruction set of the kernels.
+        """gate_ups, downs: of each expert, from [2 F, hidden], `alternating`, and from [hidden, F].
+
+        isa: the instruction set of the kernels.
         """
-        num_experts = len(down_panels)
-        self._isa, self._dtype, self._hidden, self._ffn = isa, dtype, hidden, ffn
-        self._tensors = (gate_up_panels, down_panels)
-        self.expert_range = (first_expert, first_expert + num_experts)
-        self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
-        self._plan = isa.native.make_experts(
-            dtype is torch.float32,
-            num_experts,
-            first_expert,
-            hidden,
-            ffn,
-            gate_up_panels.data_ptr(),
-            down_panels.data_ptr(),
-            isa.with_amx and dtype is torch.bfloat16,
-        )
+        self._isa, self._dtype, self._hidden = isa, dtype, downs[0].num_rows
+        self._gate_ups, self._downs = gate_ups, downs
+        self.expert_range = (first_expert, first_expert + len(downs))
+        self.num_bytes = sum(packed.num_bytes for packed in (*gate_ups, *downs))
+        numbers: list[int] = []
+        for packed in (each for pair in zip(gate_ups, downs, strict=True) for each in pair):
+            read = (packed.panels, packed.scales, packed.table)
+            numbers += [*packed.layout, *map(address_of, read), packed.base]
+        with_amx = isa.with_amx and dtype is torch.bfloat16
+        self._plan = isa.native.make_experts(dtype is torch.float32, first_expert, with_amx, *numbers)
 
     def take(self, first: int, end: int) -> NativeExperts:
-        expert_slice = expert_slice_of(self.expert_range, first, end)
-        return self._like_these([[panels[expert_slice]] for panels in self._tensors], first)
+        experts = expert_slice_of(self.expert_range, first, end)
+        return self._copied(self._gate_ups[experts], self._downs[experts], first)
 
     def join(self, more: Experts) -> NativeExperts:
         if not isinstance(more, NativeExperts) or self._form != more._form:
             raise ValueError(f"experts of {type(more).__name__} cannot follow these of another kind or shape")
         check_follows(self.expert_range, more.expert_range)
-        return self._like_these([list(pair) for pair in zip(self._tensors, more._tensors, strict=True)])
+        gate_ups, downs = [*self._gate_ups, *more._gate_ups], [*self._downs, *more._downs]
+        return self._copied(gate_ups, downs, self.expert_range[0])
 
     @property
-    def _form(self) -> tuple[torch.dtype, int, int, Isa]:
-        return self._dtype, self._hidden, self._ffn, self._isa
+    def _form(self) -> tuple[object, ...]:
+        return self._isa, self._dtype, self._hidden, self._downs[0].num_columns
 
-    def _like_these(self, parts: list[list[Tensor]], first_expert: int | None = None) -> NativeExperts:
-        return NativeExperts(
-            self._isa,
-            *(_stacked(part) for part in parts),
-            dtype=self._dtype,
-            hidden=self._hidden,
-            ffn=self._ffn,
-            first_expert=self.expert_range[0] if first_expert is None else first_expert,
-        )
+    def _copied(
+        self, gate_ups: Sequence[Packed], downs: Sequence[Packed], first_expert: int
+    ) -> NativeExperts:
+        memory = PanelMemory()
+        copies = [[_copied(packed, memory) for packed in projections] for projections in (gate_ups, downs)]
+        return NativeExperts(self._isa, *copies, dtype=self._dtype, first_expert=first_expert)
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """See ops.Experts.  x: rows contiguous, on the CPU, in the dtype of the weights."""
@@ -117,48 +110,65 @@ class NativeExperts:
 
 
 def pack_experts(
-    isa: Isa, gate_ups: ExpertWeights, downs: ExpertWeights, *, first_expert: int = 0
+    isa: Isa,
+    gate_ups: ExpertWeights,
+    downs: ExpertWeights,
+    *,
+    first_expert: int = 0,
+    activations: str = "exact",
 ) -> Experts:
-    """See ops.PackExperts.  bf16 and fp32; other dtypes are served by the reference.
+    """See ops.PackExperts.  bf16, fp32 and codes; other dtypes are served by the reference.
 
     isa: the instruction set of the kernels.
     """
-    gate_up, down = stacked(gate_ups), stacked(downs)
-    if gate_up.dim() != 3 or down.dim() != 3 or down.dtype != gate_up.dtype:
+    sizes, down_sizes = _shape_of(gate_ups), _shape_of(downs)
+    dtypes = {weight.dtype for weight in (*gate_ups, *downs)}
+    if len(sizes) != 3 or len(down_sizes) != 3 or len(dtypes) != 1:
         raise ValueError(
-            f"gate_up is {gate_up.dtype} {tuple(gate_up.shape)}, down {down.dtype} {tuple(down.shape)}: "
+            f"gate_up is {gate_ups[0].dtype} {sizes}, down {downs[0].dtype} {down_sizes}: "
             "expected [E, 2 F, hidden] and [E, hidden, F] in one dtype"
         )
-    num_experts, hidden, ffn = down.shape
-    if gate_up.shape != (num_experts, 2 * ffn, hidden) or not down.numel():
+    num_experts, hidden, ffn = down_sizes
+    if sizes != (num_experts, 2 * ffn, hidden) or 0 in down_sizes:
         raise ValueError(
-            f"gate_up has shape {tuple(gate_up.shape)}, down {tuple(down.shape)}: "
+            f"gate_up has shape {sizes}, down {down_sizes}: "
             "expected [E, 2 F, hidden] and [E, hidden, F], none of them 0"
         )
-    if gate_up.dtype not in _DTYPES or not gate_up.is_cpu:
-        return REFERENCE.pack_experts(gate_up, down, first_expert=first_expert)
+    (dtype,) = dtypes
+    if dtype not in _DTYPES or gate_ups[0].device.type != "cpu":
+        return REFERENCE.pack_experts(gate_ups, downs, first_expert=first_expert)
+    # Of these experts alone, so that it is free again when they are.
+    memory = PanelMemory()
     return NativeExperts(
         isa,
-        _packed(isa, num_experts, (alternating(isa, weight) for weight in gate_up.detach())),
-        _packed(isa, num_experts, iter(down.detach())),
-        dtype=gate_up.dtype,
-        hidden=hidden,
-        ffn=ffn,
+        [_packed(isa, weight, memory, activations, is_gated=True) for weight in gate_ups],
+        [_packed(isa, weight, memory, activations, is_gated=False) for weight in downs],
+        dtype=dtype,
         first_expert=first_expert,
     )
 
 
-def _packed(isa: Isa, num_experts: int, weights: Iterator[Tensor]) -> Tensor:
-    """[E, bytes] of E weights of one shape."""
-    first = next(weights)
-    num_bytes = packed_bytes(isa, first)
-    panels = own_panels(num_experts * num_bytes).view(-1, num_bytes)
-    for out, weight in zip(panels, itertools.chain([first], weights), strict=True):
-        pack_panels(isa, weight, out)
-    return panels
+def _shape_of(weights: ExpertWeights) -> tuple[int, ...]:
+    return tuple(weights.shape) if isinstance(weights, Tensor) else (len(weights), *weights[0].shape)
 
 
-def _stacked(parts: list[Tensor]) -> Tensor:
-    """[E, bytes] of several [.., bytes], one after the other in new memory."""
-    stacked = own_panels(sum(part.nbytes for part in parts)).view(-1, parts[0].shape[1])
-    return torch.cat(parts, out=stacked)
+def _packed(isa: Isa, weight: Weight, memory: PanelMemory, activations: str, *, is_gated: bool) -> Packed:
+    """is_gated: the rows are gates over ups, and are to alternate."""
+
+    def in_order(rows: Tensor) -> Tensor:
+        return alternating(isa, rows.detach()) if is_gated else rows.detach()
+
+    if isinstance(weight, QuantizedWeight) and weight.groups is None:
+        found = find_codes(isa, weight, activations)
+        if not isinstance(found, str):
+            return pack(isa, found.by_rows(in_order), memory)
+        log_dequantized(found)
+    elif not isinstance(weight, Tensor):
+        log_dequantized("experts whose inputs have an order, or whose gates and ups differ in kind")
+    return pack(isa, in_order(as_tensor(weight)), memory)
+
+
+def _copied(packed: Packed, memory: PanelMemory) -> Packed:
+    panels = memory.take(packed.panels.nbytes)
+    panels.copy_(packed.panels)
+    return replace(packed, panels=panels)

@@ -13,17 +13,17 @@
 #define TRIPTYCH_OF_ISA(header) TRIPTYCH_TEXT(avx2/header)
 #define TRIPTYCH_METHODS(name) name##_avx2_methods
 #define TRIPTYCH_KERNELS_OF(name) name##_avx2_kernels
-#define TRIPTYCH_TARGET "avx2,fma,bmi,bmi2"
+#define TRIPTYCH_TARGET "avx2,fma,f16c,bmi,bmi2"
 #else
 #define TRIPTYCH_OF_ISA(header) TRIPTYCH_TEXT(avx512/header)
 #define TRIPTYCH_METHODS(name) name##_avx512_methods
 #define TRIPTYCH_KERNELS_OF(name) name##_avx512_kernels
 #ifdef TRIPTYCH_EMULATED
 // Defined by a header of the tests, for CPUs that have only AVX2.
-#define TRIPTYCH_TARGET "avx2,fma,bmi,bmi2"
+#define TRIPTYCH_TARGET "avx2,fma,f16c,bmi,bmi2"
 #else
 #define TRIPTYCH_TARGET \
-    "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,avx2,fma,bmi,bmi2,amx-tile,amx-bf16"
+    "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,avx512vnni,avx2,fma,f16c,bmi,bmi2,amx-tile,amx-bf16"
 #endif
 #endif
 #define TRIPTYCH_TEXT(text) #text

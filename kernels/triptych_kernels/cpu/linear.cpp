@@ -34,12 +34,32 @@ namespace {
 constexpr const char* kPlanName = "triptych.linear";
 constexpr int64_t kAddendInCache = 128 << 10;  // bytes of the additions of a task
 
-struct LinearPlan {
+// Some rows of a weight, all of one kind.
+struct LinearPart {
     PackedWeight weight;
     const float* bias;
     const float* scales;
+    int64_t first_column;  // of the product
+};
+
+struct LinearPlan {
+    std::vector<LinearPart> parts;  // at least one, and no more if the plan is gated
     bool out_is_bf16;
     int64_t num_gated;  // columns of silu(gate) * up if panels of gates and ups alternate; else 0
+
+    // Whose rows are laid out as those of any part, but for groups.
+    const PackedWeight& first() const { return parts.front().weight; }
+    // Columns of the product.
+    int64_t width() const { return parts.back().first_column + parts.back().weight.out_features; }
+    int64_t out_width() const { return num_gated == 0 ? width() : num_gated; }
+    // The number of rows to process at once.
+    int64_t rows_at_once(int64_t num_rows) const {
+        int64_t fewest = num_rows;
+        for (const LinearPart& part : parts) {
+            fewest = std::min(fewest, chunk_rows(num_rows, part.weight.for_rows(num_rows)));
+        }
+        return fewest;
+    }
 };
 
 void pack_int8(const int8_t* weight, int64_t row_stride, const PackedWeight& packed, char* out) {
@@ -72,14 +92,87 @@ void pack_wide(const char* weight, int64_t row_stride_bytes, const PackedWeight&
     }
 }
 
+// Codes that are laid out from a checkpoint's: [N, K] bytes, which `stored` maps, and [N, G] scales and minima.
+struct Codes {
+    const uint8_t* codes;
+    int64_t row_stride;
+    const uint8_t* stored;
+    const char *scales, *minima;
+};
+
+void pack_codes(const Codes& source, const PackedWeight& packed, char* out) {
+    std::memset(out, 0, packed.num_panels() * packed.panel_bytes());
+    const int64_t size = packed.groups.size, num_groups = packed.num_groups(), scale_bytes = packed.scale_bytes();
+    const int64_t element_bytes = packed.groups.are_fp32 ? 4 : 2;
+    for (int64_t n = 0; n < packed.out_features; ++n) {
+        const int column = static_cast<int>(n % kPanelColumns);
+        const uint8_t* codes = source.codes + n * source.row_stride;
+        char* group = out + n / kPanelColumns * packed.panel_bytes();
+        for (int64_t g = 0; g < num_groups; ++g, group += packed.group_bytes()) {
+            const int64_t count = std::min(size, packed.in_features - g * size);
+            const auto stored = [&](int64_t k) { return k < count ? source.stored[codes[g * size + k]] : uint8_t{0}; };
+            if (packed.has_codes4()) {
+                for (int64_t k = 0; k < size; k += 8) {
+                    uint8_t eight[8];
+                    for (int64_t i = 0; i < 8; ++i) {
+                        eight[i] = stored(k + i);
+                    }
+                    put_code4(group + k / 8 * 4 * kPanelColumns, column, eight,
+                              packed.kind == WeightKind::kCodes4ForInt8);
+                }
+            } else {
+                for (int64_t k = 0; k < count; ++k) {
+                    packed.kind == WeightKind::kCodes8 ? put_byte(group, column, k, stored(k))
+                                                       : put_code8_for_int8(group, column, k, stored(k));
+                }
+            }
+            const auto put = [&](const char* numbers, char* to) {
+                std::memcpy(to + column * element_bytes, numbers + (n * num_groups + g) * element_bytes, element_bytes);
+            };
+            put(source.scales, group + packed.code_bytes());
+            if (packed.groups.has_minima) {
+                put(source.minima, group + packed.code_bytes() + scale_bytes);
+            }
+        }
+    }
+}
+
+// Rows with their inputs in the order of the weight's groups. nullptr if memory cannot be allocated.
+const char* ordered_rows(const PackedWeight& weight, const char* x, int64_t x_stride_bytes, int64_t num_rows) {
+    const int64_t row_bytes = weight.row_bytes();
+    char* out = static_cast<char*>(scratch(kScratchOrderedRows, num_rows * row_bytes));
+    if (out == nullptr) {
+        return nullptr;
+    }
+    const auto order_row = [&](int64_t row, auto element) {
+        using Element = decltype(element);
+        const char* from = x + row * x_stride_bytes;
+        char* to = out + row * row_bytes;
+        for (int64_t k = 0; k < weight.in_features; ++k) {
+            std::memcpy(to + k * sizeof(Element), from + weight.groups.order[k] * sizeof(Element), sizeof(Element));
+        }
+    };
+    for (int64_t row = 0; row < num_rows; ++row) {
+        weight.rows_are_fp32 ? order_row(row, uint32_t{}) : order_row(row, uint16_t{});
+    }
+    return out;
+}
+
 // A chunk of rows in the layout of the product, in memory of the calling thread. nullptr if it cannot be allocated.
 const uint32_t* packed_chunk(const PackedWeight& weight, const char* x, int64_t x_stride_bytes,
                              const RowBlocks& blocks) {
     const int64_t num_rows = blocks.num_rows, num_units = weight.num_units(), row_bytes = weight.row_bytes();
+    if (weight.groups.order != nullptr) {
+        x = ordered_rows(weight, x, x_stride_bytes, num_rows);
+        x_stride_bytes = row_bytes;
+        if (x == nullptr) {
+            return nullptr;
+        }
+    }
     const bool in_tiles = lies_in_tiles(weight, num_rows);
     const bool is_laid =
         num_rows == 1 || (weight.form == RowForm::kTiles && !in_tiles && x_stride_bytes == row_bytes);
-    if (is_laid && row_bytes == 4 * num_units) {
+    if (is_laid && weight.form != RowForm::kInt8 && row_bytes == 4 * num_units) {
         return reinterpret_cast<const uint32_t*>(x);
     }
     uint32_t* packed = static_cast<uint32_t*>(scratch(kScratchGemmRows, 4 * num_units * num_rows + kTileBytes));
@@ -139,44 +232,54 @@ struct LinearCall {
     const float* addend;
 };
 
-int64_t num_columns(const LinearPlan& plan) {
-    return plan.num_gated == 0 ? plan.weight.out_features : 2 * plan.num_gated;
-}
+// Columns before an activation.
+int64_t num_columns(const LinearPlan& plan) { return plan.num_gated == 0 ? plan.width() : 2 * plan.num_gated; }
 
-// addend_of(first, end) is that of a task with these panels.
-template <class AddendOf>
-bool run_chunk(const LinearPlan& plan, const LinearCall& call, int64_t task_panels, const AddendOf& addend_of) {
-    const auto multiply_to = [&](const auto& store) {
-        return multiply_chunk(plan.weight, call.x, call.x_stride_bytes, call.num_rows, task_panels,
+// addend_of(part, first, end) is that of a task with these panels of a part; task_panels_of(part) their number.
+template <class TaskPanelsOf, class AddendOf>
+bool run_chunk(const LinearPlan& plan, const LinearCall& call, const TaskPanelsOf& task_panels_of,
+               const AddendOf& addend_of) {
+    const auto run_part = [&](const LinearPart& part, const auto& store) {
+        return multiply_chunk(part.weight, call.x, call.x_stride_bytes, call.num_rows, task_panels_of(part),
                               [&](int64_t, int64_t first, int64_t end) {
                                   auto own = store;
-                                  own.addend = addend_of(first, end);
+                                  own.addend = addend_of(part, first, end);
                                   return own;
                               });
     };
     if (plan.num_gated != 0) {
+        const LinearPart& part = plan.parts.front();
         const auto gated = [&](auto dtype) {
             using Element = typename decltype(dtype)::Element;
             auto* out = reinterpret_cast<Element*>(call.out);
-            return multiply_to(StoreGated<decltype(dtype)>{plan.bias, plan.scales, out, plan.num_gated, {}});
+            return run_part(part, StoreGated<decltype(dtype)>{part.bias, part.scales, out, plan.num_gated, {}});
         };
         return plan.out_is_bf16 ? gated(Bf16()) : gated(Fp32());
     }
-    const int64_t width = plan.weight.out_features;
-    return multiply_to(StoreRows{plan.bias, plan.scales, call.out, width, width, plan.out_is_bf16, nullptr});
+    return std::all_of(plan.parts.begin(), plan.parts.end(), [&](const LinearPart& part) {
+        char* out = call.out + part.first_column * (plan.out_is_bf16 ? 2 : 4);
+        return run_part(part, StoreRows{part.bias, part.scales, out, plan.width(), part.weight.out_features,
+                                        plan.out_is_bf16, nullptr});
+    });
+}
+
+int64_t panels_a_task(const LinearPart& part, int64_t num_rows) {
+    return panels_a_task(part.weight.for_rows(num_rows), num_rows);
 }
 
 bool run_chunk(const LinearPlan& plan, const LinearCall& call) {
-    const Addend addend{call.addend, num_columns(plan), 0, plan.num_gated};
-    return run_chunk(plan, call, panels_a_task(plan.weight.for_rows(call.num_rows), call.num_rows),
-                     [&](int64_t, int64_t) { return addend; });
+    const auto addend_of = [&](const LinearPart& part, int64_t, int64_t) {
+        const float* numbers = call.addend == nullptr ? nullptr : call.addend + part.first_column;
+        return Addend{numbers, num_columns(plan), 0, plan.num_gated};
+    };
+    return run_chunk(
+        plan, call, [&](const LinearPart& part) { return panels_a_task(part, call.num_rows); }, addend_of);
 }
 
 // body(chunk, its first row) for chunks of the rows, until one is false.
 template <class Body>
 bool for_chunks(const LinearPlan& plan, const LinearCall& call, const Body& body) {
-    const int64_t step = chunk_rows(call.num_rows, plan.weight.for_rows(call.num_rows));
-    const int64_t width = plan.num_gated == 0 ? plan.weight.out_features : plan.num_gated;
+    const int64_t step = plan.rows_at_once(call.num_rows), width = plan.out_width();
     for (int64_t first = 0; first < call.num_rows; first += step) {
         const float* addend = call.addend == nullptr ? nullptr : call.addend + first * num_columns(plan);
         const LinearCall chunk{call.x + first * call.x_stride_bytes, call.x_stride_bytes,
@@ -206,11 +309,12 @@ bool run_low_rank_chunk(const LinearPlan& plan, const LinearCall& chunk, const L
     }
     rows.shrink(chunk.x, chunk.x_stride_bytes, shrunk);
     const int64_t cached = kAddendInCache / (4 * kPanelColumns * chunk.num_rows) / 4 * 4;
-    const int64_t task_panels = std::min(panels_a_task(plan.weight.for_rows(chunk.num_rows), chunk.num_rows),
-                                         std::max<int64_t>(4, cached));
+    const auto task_panels_of = [&](const LinearPart& part) {
+        return std::min(panels_a_task(part, chunk.num_rows), std::max<int64_t>(4, cached));
+    };
     std::atomic<bool> has_memory{true};
     // A thread expands to the columns of its own task, just before it adds them.
-    const bool is_done = run_chunk(plan, chunk, task_panels, [&](int64_t first, int64_t end) {
+    const auto addend_of = [&](const LinearPart& part, int64_t first, int64_t end) {
         const int64_t num_outputs = (end - first) * kPanelColumns;
         auto* room = static_cast<float*>(scratch(kScratchAddend, 4 * chunk.num_rows * num_outputs));
         if (room == nullptr) {
@@ -218,8 +322,9 @@ bool run_low_rank_chunk(const LinearPlan& plan, const LinearCall& chunk, const L
             return Addend{};
         }
         if (plan.num_gated == 0) {
-            const int64_t begin = first * kPanelColumns;
-            rows.expand(begin, std::min(begin + num_outputs, num_columns(plan)), room, num_outputs);
+            const int64_t begin = first * kPanelColumns, start = part.first_column + begin;
+            const int64_t stop = std::min(start + num_outputs, part.first_column + part.weight.out_features);
+            rows.expand(start, stop, room, num_outputs);
             return Addend{room, num_outputs, begin, 0};
         }
         const int64_t begin = first * kPanelColumns / 2, half = num_outputs / 2;
@@ -227,7 +332,8 @@ bool run_low_rank_chunk(const LinearPlan& plan, const LinearCall& chunk, const L
         rows.expand(begin, stop, room, num_outputs);
         rows.expand(plan.num_gated + begin, plan.num_gated + stop, room + half, num_outputs);
         return Addend{room, num_outputs, begin, half};
-    });
+    };
+    const bool is_done = run_chunk(plan, chunk, task_panels_of, addend_of);
     return is_done && has_memory;
 }
 
@@ -260,8 +366,9 @@ struct GreedyCall {
 };
 
 bool run_greedy(const LinearPlan& plan, const GreedyCall& call) {
-    const PackedWeight& weight = plan.weight;
-    const int64_t step = chunk_rows(call.num_rows, weight.for_rows(call.num_rows));
+    const LinearPart& part = plan.parts.front();
+    const PackedWeight& weight = part.weight;
+    const int64_t step = plan.rows_at_once(call.num_rows);
     for (int64_t first = 0; first < call.num_rows; first += step) {
         const int64_t num_rows = std::min(step, call.num_rows - first);
         const int64_t task_panels = panels_a_task(weight, num_rows);
@@ -269,8 +376,8 @@ bool run_greedy(const LinearPlan& plan, const GreedyCall& call) {
         // Each task sees some columns of all rows.
         std::vector<Largest> largest(num_tasks * num_rows);
         const auto store_of = [&](int64_t task, int64_t, int64_t) {
-            return KeepLargest{plan.bias,
-                               plan.scales,
+            return KeepLargest{part.bias,
+                               part.scales,
                                call.kept,
                                weight.out_features,
                                call.out_row_of == nullptr ? nullptr : call.out_row_of + first,
@@ -296,45 +403,59 @@ void delete_plan(PyObject* capsule) {
 }
 
 PyObject* packed_bytes(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    int64_t numbers[3];
-    if (!read_numbers("packed_bytes", arguments, count, numbers, 3)) {
+    int64_t numbers[kLayoutNumbers];
+    if (!read_numbers("packed_bytes", arguments, count, numbers, kLayoutNumbers)) {
         return nullptr;
     }
-    const auto kind = static_cast<WeightKind>(numbers[0]);
-    const PackedWeight packed{nullptr, numbers[2], numbers[1], kind, false, RowForm::kUnits};
+    const PackedWeight packed = layout_of(numbers);
     return PyLong_FromLongLong(packed.num_panels() * packed.panel_bytes());
 }
 
 PyObject* pack_weight(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    int64_t numbers[6];
-    if (!read_numbers("pack_weight", arguments, count, numbers, 6)) {
+    int64_t numbers[kLayoutNumbers + 6];
+    if (!read_numbers("pack_weight", arguments, count, numbers, kLayoutNumbers + 6)) {
         return nullptr;
     }
-    const auto kind = static_cast<WeightKind>(numbers[0]);
-    const PackedWeight packed{nullptr, numbers[2], numbers[1], kind, kind == WeightKind::kFp32, RowForm::kUnits};
-    char* out = reinterpret_cast<char*>(numbers[5]);
+    const PackedWeight packed = layout_of(numbers);
+    const int64_t* own = numbers + kLayoutNumbers;
+    char* out = reinterpret_cast<char*>(own[0]);
     Py_BEGIN_ALLOW_THREADS
-    if (kind == WeightKind::kInt8) {
-        pack_int8(reinterpret_cast<const int8_t*>(numbers[3]), numbers[4], packed, out);
+    if (packed.has_groups()) {
+        pack_codes({reinterpret_cast<const uint8_t*>(own[1]), own[2], reinterpret_cast<const uint8_t*>(own[3]),
+                    reinterpret_cast<const char*>(own[4]), reinterpret_cast<const char*>(own[5])},
+                   packed, out);
+    } else if (packed.kind == WeightKind::kInt8) {
+        pack_int8(reinterpret_cast<const int8_t*>(own[1]), own[2], packed, out);
     } else {
-        const int64_t element_bytes = kind == WeightKind::kFp32 ? 4 : 2;
-        pack_wide(reinterpret_cast<const char*>(numbers[3]), numbers[4] * element_bytes, packed, out);
+        const int64_t element_bytes = packed.kind == WeightKind::kFp32 ? 4 : 2;
+        pack_wide(reinterpret_cast<const char*>(own[1]), own[2] * element_bytes, packed, out);
     }
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
 PyObject* make_linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    int64_t numbers[10];
-    if (!read_numbers("make_linear", arguments, count, numbers, 10)) {
+    constexpr int kPlanNumbers = 4, kPartNumbers = kLayoutNumbers + 6;
+    const Py_ssize_t num_parts = (count - kPlanNumbers) / kPartNumbers;
+    std::vector<int64_t> numbers(kPlanNumbers + std::max<Py_ssize_t>(num_parts, 1) * kPartNumbers);
+    if (!read_numbers("make_linear", arguments, count, numbers.data(), static_cast<Py_ssize_t>(numbers.size()))) {
         return nullptr;
     }
-    const RowForm form = form_of_few_rows(numbers[1] != 0, numbers[9] != 0);
-    auto* plan =
-        new LinearPlan{PackedWeight{reinterpret_cast<const char*>(numbers[5]), numbers[4], numbers[3],
-                                    static_cast<WeightKind>(numbers[0]), numbers[1] != 0, form},
-                       reinterpret_cast<const float*>(numbers[6]), reinterpret_cast<const float*>(numbers[7]),
-                       numbers[2] != 0, numbers[8]};
+    const bool rows_are_fp32 = numbers[0] != 0, with_amx = numbers[3] != 0;
+    auto* plan = new LinearPlan{{}, numbers[1] != 0, numbers[2]};
+    int64_t first_column = 0;
+    for (const int64_t* n = numbers.data() + kPlanNumbers; n < numbers.data() + numbers.size(); n += kPartNumbers) {
+        const int64_t* own = n + kLayoutNumbers;
+        PackedWeight weight = layout_of(n);
+        weight.panels = reinterpret_cast<const char*>(own[0]);
+        weight.set_rows(rows_are_fp32, with_amx);
+        weight.groups.table = reinterpret_cast<const uint8_t*>(own[3]);
+        weight.groups.base = static_cast<int32_t>(own[4]);
+        weight.groups.order = reinterpret_cast<const int32_t*>(own[5]);
+        plan->parts.push_back({weight, reinterpret_cast<const float*>(own[1]), reinterpret_cast<const float*>(own[2]),
+                               first_column});
+        first_column += weight.out_features;
+    }
     return PyCapsule_New(plan, kPlanName, delete_plan);
 }
 
@@ -343,13 +464,13 @@ PyObject* rows_at_once(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
     const auto* plan = static_cast<const LinearPlan*>(PyCapsule_GetPointer(arguments[0], kPlanName));
     if (plan == nullptr) return nullptr;
     constexpr int64_t kMany = int64_t{1} << 30;
-    return PyLong_FromLongLong(chunk_rows(kMany, plan->weight.for_rows(kMany)));
+    return PyLong_FromLongLong(plan->rows_at_once(kMany));
 }
 
 const LinearPlan& plan_of(const int64_t* n) { return *reinterpret_cast<const LinearPlan*>(n[0]); }
 
 LinearCall call_of(const int64_t* n) {
-    return {reinterpret_cast<const char*>(n[1]), n[2] * (plan_of(n).weight.rows_are_fp32 ? 4 : 2),
+    return {reinterpret_cast<const char*>(n[1]), n[2] * (plan_of(n).first().rows_are_fp32 ? 4 : 2),
             reinterpret_cast<char*>(n[3]), n[4], nullptr};
 }
 
@@ -388,13 +509,14 @@ Outcome run_low_rank_of(const int64_t* n) {
 
 // Not with helpers: if one lost its core, the call would wait for it with the interpreter's lock held.
 bool linear_keeps_lock(const int64_t* n) {
-    return triptych::num_threads() == 1 && is_short(plan_of(n).weight, n[4]);
+    const std::vector<LinearPart>& parts = plan_of(n).parts;
+    return triptych::num_threads() == 1 && parts.size() == 1 && is_short(parts.front().weight, n[4]);
 }
 
 Outcome run_greedy_of(const int64_t* n) {
     const LinearPlan& plan = plan_of(n);
     const GreedyCall call{reinterpret_cast<const char*>(n[1]),
-                          n[2] * (plan.weight.rows_are_fp32 ? 4 : 2),
+                          n[2] * (plan.first().rows_are_fp32 ? 4 : 2),
                           n[3],
                           reinterpret_cast<float*>(n[4]),
                           reinterpret_cast<const int32_t*>(n[5]),
@@ -419,12 +541,15 @@ constexpr Kernel kGreedyLinear{
 
 PyMethodDef TRIPTYCH_METHODS(linear)[] = {
     TRIPTYCH_METHOD(packed_bytes,
-                    "packed_bytes(kind, N, K) -> bytes of a packed weight; kind: 0 bf16, 1 fp32, 2 int8."),
+                    "packed_bytes(*layout) -> bytes of a packed weight. layout: kind (0 bf16, 1 fp32, 2 int8, 3 codes "
+                    "of 4 bits, 4 of 8 bits, 5 and 6 these for rows of int8), N, K; of codes group_size, has_minima, "
+                    "scales_are_fp32, else zeros."),
     TRIPTYCH_METHOD(pack_weight,
-                    "pack_weight(kind, N, K, weight, row_stride, out): lay a weight out as panels."),
+                    "pack_weight(*layout, out, weight, row_stride, stored, scales, minima): lay a weight out as "
+                    "panels; the last three of codes: stored maps a byte of the weight to what panels have."),
     TRIPTYCH_METHOD(make_linear,
-                    "make_linear(kind, rows_are_fp32, out_is_bf16, N, K, panels, bias, scales, num_gated, with_amx) "
-                    "-> plan."),
+                    "make_linear(rows_are_fp32, out_is_bf16, num_gated, with_amx, *parts) -> plan. Of each part, whose "
+                    "outputs follow the last one's: *layout, panels, bias, scales, table, base, order."),
     TRIPTYCH_METHOD(rows_at_once, "rows_at_once(plan) -> the most rows that are packed, and multiplied, together."),
     TRIPTYCH_KERNEL_METHOD(kLinear),
     TRIPTYCH_KERNEL_METHOD(kLowRank),

@@ -5,31 +5,73 @@ A gated one is silu(gate) * up of a projection to both, with the same bits as th
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from triptych_kernels.cpu.codes import Codes, find_codes
+from triptych_kernels.cpu.elementwise import silu_and_mul
 from triptych_kernels.cpu.loader import Isa
 from triptych_kernels.cpu.panel_memory import PanelMemory
+from triptych_kernels.gated_linear import GatedLinear
 from triptych_kernels.ops import Linear
-from triptych_kernels.quantized import Weight, as_tensor
+from triptych_kernels.quantized import JoinedWeight, QuantizedWeight, Weight, as_tensor
 from triptych_kernels.reference import REFERENCE
 
+logger = logging.getLogger(__name__)
+
 _KIND_OF = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
+_KIND_OF_CODES = {(4, False): 3, (8, False): 4, (4, True): 5, (8, True): 6}  # bits, rows_are_int8
 _MAX_INT8 = 127
 _QUANTIZED_AT_ONCE = 1 << 16
 
 _panel_memory = PanelMemory()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """Rows of a weight, all in one form, as the kernels read them."""
+
+    layout: tuple[int, ...]  # see packed_bytes in linear.cpp
+    panels: Tensor
+    scales: Tensor | None = None  # [N] fp32, in whole panels: of int8 weights and some codes
+    table: Tensor | None = None  # what codes stand for
+    base: int = 0  # see codes.Numbers
+    order: Tensor | None = None  # [K] int32: the inputs in the order of their groups
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that the kernels read."""
+        tensors = (self.panels, self.scales, self.table, self.order)
+        return [tensor for tensor in tensors if tensor is not None]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def num_rows(self) -> int:
+        return self.layout[1]
+
+    @property
+    def num_columns(self) -> int:
+        return self.layout[2]
+
+
 class NativeLinear:
-    """x W^T + b over packed panels of W: bf16, fp32, or int8 with one scale per output."""
+    """x W^T + b over packed panels of W: bf16, fp32, int8 with one scale per output, or codes in groups."""
 
     __slots__ = (
         "_dtype",
         "_greedy_linear",
         "_linear",
         "_num_columns",
+        "_num_parts",
         "_out_dtype",
         "_tensors",
         "in_features",
@@ -42,39 +84,39 @@ class NativeLinear:
     def __init__(
         self,
         isa: Isa,
-        weight: Tensor,
+        parts: Sequence[Packed],
         bias: Tensor | None,
-        scales: Tensor | None,
         dtype: torch.dtype,
         out_dtype: torch.dtype,
         num_gated: int = 0,
     ) -> None:
-        """weight: [N, K] in bf16, fp32 or int8.  dtype: of x.  scales: [N] fp32 of an int8 weight.
+        """parts: of the weight, one below the other.  dtype: of x.
 
-        num_gated: the number of gates, if weight, bias and scales are `alternating`.
+        num_gated: the number of gates, if there is one part, and it and bias are `alternating`.
         isa: the instruction set of the kernels.
         """
-        num_outputs, self.in_features = weight.shape
+        num_outputs, self.in_features = sum(part.num_rows for part in parts), parts[0].num_columns
         self.out_features = num_gated or num_outputs
-        panels = _panel_memory.take(packed_bytes(isa, weight))
-        pack_panels(isa, weight, panels)
-        self._tensors = [panels, *(_padded(isa, vector) for vector in (bias, scales) if vector is not None)]
-        addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._tensors: list[Tensor] = []
+        numbers: list[int] = []
+        first_row = 0
+        for part in parts:
+            rows = slice(first_row, first_row + part.num_rows)
+            padded_bias = None if bias is None else _padded(isa, bias[rows])
+            read = (part.panels, padded_bias, part.scales, part.table)
+            numbers += [*part.layout, *map(address_of, read), part.base, address_of(part.order)]
+            self._tensors += [*part.tensors, *([] if padded_bias is None else [padded_bias])]
+            first_row = rows.stop
         self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
         self._dtype, self._out_dtype = dtype, out_dtype
-        self._num_columns = 2 * num_gated or num_outputs
+        self._num_columns, self._num_parts = 2 * num_gated or num_outputs, len(parts)
         self._linear, self._greedy_linear = isa.native.linear, isa.native.greedy_linear
         self.plan = isa.native.make_linear(
-            _KIND_OF[weight.dtype],
             dtype is torch.float32,
             out_dtype is torch.bfloat16,
-            num_outputs,
-            self.in_features,
-            addresses[0],
-            0 if bias is None else addresses[1],
-            0 if scales is None else addresses[-1],
             num_gated,
             isa.with_amx and dtype is torch.bfloat16,
+            *numbers,
         )
         # The maximum number of rows that are multiplied together: as many as the caches keep.
         self.rows_at_once: int = isa.native.rows_at_once(self.plan)
@@ -92,7 +134,7 @@ class NativeLinear:
         return out
 
     def greedy(self, x: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See the reference of greedy_linear; for a linear whose results are fp32. x: as for a call."""
+        """See the reference of greedy_linear; for a linear that `finds_largest`. x: as for a call."""
         row_stride = self._checked_stride(x)
         num_rows, num_kept = x.shape[0], kept.shape[0]
         products = torch.empty((num_kept, self.out_features), dtype=torch.float32)
@@ -119,8 +161,9 @@ class NativeLinear:
         return self._dtype is dtype and self._out_dtype is dtype
 
     @property
-    def is_fp32(self) -> bool:
-        return self._out_dtype is torch.float32
+    def finds_largest(self) -> bool:
+        """Whether `greedy` is there for it."""
+        return self._out_dtype is torch.float32 and self._num_parts == 1
 
     def _checked_addend(self, addend: Tensor, num_rows: int) -> int:
         """Its address."""
@@ -153,7 +196,7 @@ class NativeLinear:
 
 def greedy_linear(linear: Linear, x: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See the reference. The products of rows that are not kept are never written."""
-    if isinstance(linear, NativeLinear) and linear.is_fp32:
+    if isinstance(linear, NativeLinear) and linear.finds_largest:
         return linear.greedy(x, kept)
     return REFERENCE.greedy_linear(linear, x, kept)
 
@@ -165,17 +208,18 @@ def pack_linear(
     *,
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
+    activations: str = "exact",
 ) -> Linear:
-    """See ops.PackLinear.  bf16 and fp32 weights, int8 from either; the reference serves other dtypes.
+    """See ops.PackLinear.  bf16 and fp32 weights, int8 from either, codes; the reference serves other dtypes.
 
     isa: the instruction set of the kernels.
     """
-    weight = as_tensor(weight)
     out_dtype = weight.dtype if out_dtype is None else out_dtype
     if not _is_served(weight, bias, out_dtype, quantization):
         return REFERENCE.pack_linear(weight, bias, out_dtype=out_dtype, quantization=quantization)
-    narrow, scales = quantize_int8(weight) if quantization else (weight, None)
-    return NativeLinear(isa, narrow, bias, scales, weight.dtype, out_dtype)
+    parts = weight.parts if isinstance(weight, JoinedWeight) and not quantization else (weight,)
+    packed = [_packed(isa, part, quantization, activations) for part in parts]
+    return NativeLinear(isa, packed, bias, weight.dtype, out_dtype)
 
 
 def pack_gated_linear(
@@ -185,28 +229,53 @@ def pack_gated_linear(
     *,
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
+    activations: str = "exact",
 ) -> Linear:
     """See ops.Ops.pack_gated_linear; otherwise as pack_linear."""
-    weight = as_tensor(weight)
     out_dtype = weight.dtype if out_dtype is None else out_dtype
     if not _is_served(weight, bias, out_dtype, quantization) or weight.shape[0] % 2:
         return REFERENCE.pack_gated_linear(weight, bias, out_dtype=out_dtype, quantization=quantization)
-    num_gated = weight.shape[0] // 2
-    narrow, scales = quantize_int8(weight) if quantization else (weight, None)
-    bias, scales = (
-        None if vector is None else alternating(isa, vector.detach()[:, None])[:, 0]
-        for vector in (bias, scales)
-    )
-    return NativeLinear(
-        isa, alternating(isa, narrow.detach()), bias, scales, weight.dtype, out_dtype, num_gated
+    if isinstance(weight, JoinedWeight) and not quantization:
+        # Gates and ups of different kinds, whose panels cannot alternate.
+        linear = pack_linear(isa, weight, bias, out_dtype=out_dtype, activations=activations)
+        return GatedLinear(linear, functools.partial(silu_and_mul, isa))
+    packed = _packed(isa, weight, quantization, activations, is_gated=True)
+    if bias is not None:
+        bias = alternating(isa, bias.detach()[:, None])[:, 0]
+    return NativeLinear(isa, [packed], bias, weight.dtype, out_dtype, weight.shape[0] // 2)
+
+
+def _packed(isa: Isa, weight: Weight, quantization: str, activations: str, is_gated: bool = False) -> Packed:
+    """is_gated: the rows are gates over ups, and are to alternate."""
+
+    def in_order(rows: Tensor) -> Tensor:
+        return alternating(isa, rows.detach()) if is_gated else rows.detach()
+
+    if isinstance(weight, QuantizedWeight) and not quantization:
+        found = find_codes(isa, weight, activations)
+        if not isinstance(found, str):
+            return pack(isa, found.by_rows(in_order), _panel_memory)
+        log_dequantized(found)
+    wide = as_tensor(weight)
+    if not quantization:
+        return pack(isa, in_order(wide), _panel_memory)
+    narrow, scales = quantize_int8(wide)
+    return pack(isa, in_order(narrow), _panel_memory, in_order(scales[:, None])[:, 0])
+
+
+@functools.cache
+def log_dequantized(reason: str) -> None:
+    """Once for each reason."""
+    logger.warning(
+        "quantized weights are dequantized at load: they take more memory", extra={"reason": reason}
     )
 
 
-def _is_served(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, quantization: str) -> bool:
+def _is_served(weight: Weight, bias: Tensor | None, out_dtype: torch.dtype, quantization: str) -> bool:
     """Whether the kernels compute it. ValueError for what no implementation computes."""
     if quantization not in ("", "int8"):
         raise ValueError(f"quantization is {quantization!r}: the CPU has 'int8' or none")
-    if weight.dim() != 2 or not weight.numel() or (bias is not None and bias.shape != weight.shape[:1]):
+    if len(weight.shape) != 2 or not weight.numel() or (bias is not None and bias.shape != weight.shape[:1]):
         shape = None if bias is None else tuple(bias.shape)
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}, bias {shape}: expected [N, K] and [N], N and K >= 1"
@@ -214,7 +283,7 @@ def _is_served(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, quan
     served = (torch.bfloat16, torch.float32)
     if quantization and weight.dtype not in served:
         raise ValueError(f"int8 on a CPU needs bf16 or fp32 weights, not {weight.dtype}")
-    return weight.dtype in served and out_dtype in served and weight.is_cpu
+    return weight.dtype in served and out_dtype in served and weight.device.type == "cpu"
 
 
 def alternating(isa: Isa, gate_up: Tensor) -> Tensor:
@@ -242,19 +311,30 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return quantized, scales
 
 
-def packed_bytes(isa: Isa, weight: Tensor) -> int:
-    """The packed size of [N, K] in bf16, fp32 or int8."""
-    return isa.native.packed_bytes(_KIND_OF[weight.dtype], *weight.shape)
+def pack(isa: Isa, weight: Tensor | Codes, memory: PanelMemory, scales: Tensor | None = None) -> Packed:
+    """Lay [N, K] in bf16, fp32, int8 or codes out for the kernels.  scales: [N] fp32 of an int8 weight."""
+    table, order, base = None, None, 0
+    of_codes: tuple[Tensor | None, ...] = (None, None, None)
+    if isinstance(weight, Tensor):
+        rows = weight.detach()
+        layout = (_KIND_OF[rows.dtype], *rows.shape, 0, 0, 0)
+    else:
+        rows, of_codes = weight.codes, (weight.numbers.stored, weight.scales, weight.minima)
+        are_fp32 = weight.scales.dtype is torch.float32
+        kind = _KIND_OF_CODES[weight.numbers.bits, weight.numbers.rows_are_int8]
+        layout = (kind, *rows.shape, weight.group_size, int(weight.minima is not None), int(are_fp32))
+        scales, order = weight.row_scales, weight.order
+        table, base = weight.numbers.table, weight.numbers.base
+    if rows.stride(1) != 1 and rows.shape[1] > 1:
+        rows = rows.contiguous()
+    panels = memory.take(isa.native.packed_bytes(*layout))
+    addresses = map(address_of, of_codes)
+    isa.native.pack_weight(*layout, panels.data_ptr(), rows.data_ptr(), rows.stride(0), *addresses)
+    return Packed(layout, panels, None if scales is None else _padded(isa, scales), table, base, order)
 
 
-def pack_panels(isa: Isa, weight: Tensor, panels: Tensor) -> None:
-    """Pack [N, K] for the kernels.  panels: its `packed_bytes`, 64-byte aligned."""
-    weight = weight.detach()
-    if weight.stride(1) != 1 and weight.shape[1] > 1:
-        weight = weight.contiguous()
-    isa.native.pack_weight(
-        _KIND_OF[weight.dtype], *weight.shape, weight.data_ptr(), weight.stride(0), panels.data_ptr()
-    )
+def address_of(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _padded(isa: Isa, vector: Tensor) -> Tensor:

@@ -34,8 +34,8 @@ extern const triptych::Kernel* const elementwise_avx2_kernels[];
 namespace triptych {
 namespace {
 
-// The features in the kernels' target pragmas except AMX, which request_amx checks. GCC's and clang's builtin also
-// checks whether the system saves the wide registers.
+// The features in the kernels' target pragmas except AMX, which request_amx checks, and F16C, which every CPU with AVX2
+// has. GCC's and clang's builtin also checks whether the system saves the wide registers.
 bool has_avx2() {
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
     __builtin_cpu_init();
@@ -52,7 +52,8 @@ bool has_avx512() {
 #elif defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
+           __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16") &&
+           __builtin_cpu_supports("avx512vnni");
 #else
     return false;
 #endif

@@ -47,7 +47,8 @@ enum ScratchSlot : int {
     kScratchElementwise = 5,   // for elementwise.cpp
     kScratchLowRank = 6,       // between the two products of low-rank additions; read by all threads of a call
     kScratchAddend = 7,        // their result for a task's columns
-    kNumScratchSlots = 8,
+    kScratchOrderedRows = 8,   // rows, their inputs in the order of a weight's groups; read by all threads of a call
+    kNumScratchSlots = 9,
 };
 
 }  // namespace triptych

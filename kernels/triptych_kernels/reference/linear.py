@@ -53,8 +53,9 @@ def pack_linear(
     *,
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
+    activations: str = "exact",
 ) -> PlainLinear | _PackedLinear:
-    """See ops.PackLinear. int8 is not supported here."""
+    """See ops.PackLinear. int8 weights are not supported here; rows are multiplied as they are."""
     if quantization:
         raise ValueError(f"quantization {quantization!r} needs native kernels, which are not available")
     weight = as_tensor(weight)
@@ -69,11 +70,26 @@ def pack_gated_linear(
     *,
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
+    activations: str = "exact",
 ) -> GatedLinear:
     """silu_and_mul of pack_linear's projection to gates over ups: [T, F] of a weight [2 F, K]."""
     return GatedLinear(
         pack_linear(weight, bias, out_dtype=out_dtype, quantization=quantization), silu_and_mul
     )
+
+
+def round_to_int8(x: Tensor, group_size: int) -> Tensor:
+    """What a product multiplies if its rows [T, K] are rounded to int8: [T, K] fp32.
+
+    Of each group of a row, whole numbers times a scale, which makes the largest of them 127 or -127.
+    """
+    parts = []
+    for group in x.float().split(group_size, 1):
+        size = group.abs().amax(1, keepdim=True)
+        # A number divided by a tensor is a product with its reciprocal, which rounds once more.
+        scale = torch.full_like(size, 127.0) / size
+        parts.append((group * scale).round().nan_to_num() * (size / 127.0))
+    return torch.cat(parts, 1)
 
 
 def _can_pack(dtype: torch.dtype) -> bool:

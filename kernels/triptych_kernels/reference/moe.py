@@ -56,6 +56,8 @@ def check_follows(expert_range: tuple[int, int], following: tuple[int, int]) -> 
         raise ValueError(f"experts from {following[0]} on do not follow those up to {expert_range[1]}")
 
 
-def pack_experts(gate_up: ExpertWeights, down: ExpertWeights, *, first_expert: int = 0) -> _ReferenceExperts:
-    """See ops.PackExperts."""
+def pack_experts(
+    gate_up: ExpertWeights, down: ExpertWeights, *, first_expert: int = 0, activations: str = "exact"
+) -> _ReferenceExperts:
+    """See ops.PackExperts. Rows are multiplied as they are."""
     return _ReferenceExperts(stacked(gate_up), stacked(down), first_expert)

@@ -304,9 +304,14 @@ class _TritonExperts:
 
 
 def pack_experts(
-    gate_ups: ExpertWeights, downs: ExpertWeights, *, first_expert: int = 0, deterministic: bool = False
+    gate_ups: ExpertWeights,
+    downs: ExpertWeights,
+    *,
+    first_expert: int = 0,
+    activations: str = "exact",
+    deterministic: bool = False,
 ) -> _TritonExperts:
-    """See ops.PackExperts.  deterministic: a token's result has the same bits in every batch."""
+    """See ops.PackExperts; rows are not rounded.  deterministic: a token has the same bits in every batch."""
     gate_up, down = stacked(gate_ups), stacked(downs)
     num_experts, num_outputs, num_features = down.shape
     if gate_up.shape[:2] != (num_experts, 2 * num_features) or gate_up.shape[2] != num_outputs:

@@ -193,12 +193,13 @@ def pack_linear(
     *,
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
+    activations: str = "exact",
     deterministic: bool = False,
 ) -> PlainLinear | _TritonLinear:
     """See ops.PackLinear. "fp8" stores e4m3 with one fp32 scale per output (absolute maximum over 448).
 
-    Both quantizations apply to weights only: products are of x's dtype.  deterministic: a row's result has
-    the same bits in every batch.
+    Both quantizations apply to weights only: products are of x's dtype, which no `activations` change.
+    deterministic: a row's result has the same bits in every batch.
     """
     weight = as_tensor(weight)
     if quantization:
@@ -215,6 +216,7 @@ def pack_gated_linear(
     *,
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
+    activations: str = "exact",
     deterministic: bool = False,
 ) -> GatedLinear:
     """silu_and_mul of pack_linear's projection to gates over ups: [T, F] of a weight [2 F, K]."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine_svc.runner.memory.parked_memory import ParkedMemory
+from tests.kernels.cpu.test_linear import JOINED, weight_of
 from triptych_kernels import AttentionBatch, DenseLayer, FusedLayers, LayerLowRank, Linear, LowRank, Ops
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, ROTARY = 72, 104, 3, 1, 24, 16
@@ -59,6 +60,10 @@ class Rig:
     def _layer(self, index: int, *, norms: bool, bias: bool, quantization: str) -> DenseLayer:
         def linear(num_outputs: int, num_inputs: int, pack) -> object:
             vector = self.some(num_outputs) if bias else None
+            if quantization == JOINED:
+                # Of gates and ups of several kinds there is no plan.
+                kind = "4-bit-minima" if pack is self.ops.pack_gated_linear else JOINED
+                return pack(weight_of(num_inputs, num_outputs, self.dtype, kind), vector)
             return pack(self.some(num_outputs, num_inputs), vector, quantization=quantization)
 
         return DenseLayer(
@@ -182,7 +187,8 @@ STEPS: tuple[tuple[list[int], list[int], list[int]], ...] = (
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    ("norms", "bias", "quantization"), [(False, False, ""), (True, True, ""), (False, True, "int8")]
+    ("norms", "bias", "quantization"),
+    [(False, False, ""), (True, True, ""), (False, True, "int8"), (False, True, JOINED)],
 )
 def test_bits_are_those_of_the_ops_one_by_one(
     ops, use_threads, dtype, norms, bias, quantization, num_threads
@@ -221,7 +227,7 @@ def test_rows_that_the_caches_do_not_keep_are_taken_in_turns(ops, use_threads, d
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("bias", "quantization"), [(False, ""), (True, "int8")])
+@pytest.mark.parametrize(("bias", "quantization"), [(False, ""), (True, "int8"), (True, JOINED)])
 def test_additions_have_the_bits_of_the_ops_one_by_one(
     ops, use_threads, dtype, bias, quantization, num_threads
 ):

@@ -5,19 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.cpu.test_linear import BATCHES, KINDS, noise, weight_and_bias
+from tests.kernels.cpu.test_linear import ALL_KINDS, BATCHES, noise, packed, weight_and_bias
 from triptych_kernels import REFERENCE
 from triptych_kernels.ops import Ops
 
 
 @pytest.mark.parametrize(("K", "F"), [(1, 1), (63, 31), (320, 864), (129, 33), (576, 48)])
-@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+@pytest.mark.parametrize(("dtype", "kind"), ALL_KINDS)
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no-bias", "bias"])
-def test_bits_are_those_of_the_two_ops(ops: Ops, K: int, F: int, dtype, quantization: str, has_bias: bool):
-    weight, bias = weight_and_bias(K, 2 * F, dtype)
-    chosen = bias if has_bias else None
-    gated = ops.pack_gated_linear(weight, chosen, quantization=quantization)
-    linear = ops.pack_linear(weight, chosen, quantization=quantization)
+def test_bits_are_those_of_the_two_ops(ops: Ops, K: int, F: int, dtype, kind: str, has_bias: bool):
+    gated = packed(ops.pack_gated_linear, K, 2 * F, dtype, kind, has_bias=has_bias)
+    linear = packed(ops.pack_linear, K, 2 * F, dtype, kind, has_bias=has_bias)
     assert (gated.in_features, gated.out_features) == (K, F)
     x = noise(200, K, dtype=dtype) * 3.0
     for size in BATCHES:
@@ -35,9 +33,9 @@ def test_result_is_that_of_the_reference_up_to_rounding(ops: Ops, dtype):
     )
 
 
-@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
-def test_the_number_of_threads_changes_no_bit(ops, use_threads, dtype, quantization):
-    gated = ops.pack_gated_linear(*weight_and_bias(320, 2 * 865, dtype), quantization=quantization)
+@pytest.mark.parametrize(("dtype", "kind"), ALL_KINDS)
+def test_the_number_of_threads_changes_no_bit(ops, use_threads, dtype, kind):
+    gated = packed(ops.pack_gated_linear, 320, 2 * 865, dtype, kind)
     for size in (1, 8, 13, 200):
         x = noise(size, 320, dtype=dtype)
         alone = gated(x)
@@ -51,13 +49,13 @@ def test_other_dtypes_go_to_the_reference(ops: Ops):
     assert torch.equal(ops.pack_gated_linear(weight)(x), REFERENCE.pack_gated_linear(weight)(x))
 
 
-@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
-@pytest.mark.parametrize("packed", ["pack_linear", "pack_gated_linear"])
+@pytest.mark.parametrize(("dtype", "kind"), ALL_KINDS)
+@pytest.mark.parametrize("pack", ["pack_linear", "pack_gated_linear"])
 def test_rows_of_long_prompts_are_each_row_alone_where_weights_come_in_slices(
-    ops: Ops, packed: str, dtype, quantization: str
+    ops: Ops, pack: str, dtype, kind: str
 ):
     # With AMX 768 numbers are two slices, and 300 rows two groups of blocks.
-    linear = getattr(ops, packed)(*weight_and_bias(768, 2 * 65, dtype), quantization=quantization)
+    linear = packed(getattr(ops, pack), 768, 2 * 65, dtype, kind)
     x = noise(300, 768, dtype=dtype)
     alone = torch.cat([linear(row) for row in x.split(1)])
     for size in (33, 47, 64, 65, 80, 81, 256, 257, 273, 300):

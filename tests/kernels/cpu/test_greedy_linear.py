@@ -6,17 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.cpu.test_linear import ALL_KINDS, packed
 from triptych_kernels import REFERENCE
 from triptych_kernels.ops import Linear, Ops
 
 NAN = float("nan")
 SHAPES = [(1, 1), (2, 33), (63, 129), (320, 640), (31, 5003)]
-KINDS = [
-    pytest.param(torch.bfloat16, "", id="bf16"),
-    pytest.param(torch.float32, "", id="fp32"),
-    pytest.param(torch.bfloat16, "int8", id="int8-bf16"),
-    pytest.param(torch.float32, "int8", id="int8-fp32"),
-]
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -30,23 +25,19 @@ def check(ops: Ops, linear: Linear, x: Tensor, kept: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("K", "N"), SHAPES)
-@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+@pytest.mark.parametrize(("dtype", "kind"), ALL_KINDS)
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no-bias", "bias"])
-def test_it_is_what_the_written_products_have(ops, K, N, dtype, quantization, has_bias):
-    bias = noise(N, dtype=dtype, seed=2) if has_bias else None
-    linear = ops.pack_linear(
-        noise(N, K, dtype=dtype, seed=1), bias, out_dtype=torch.float32, quantization=quantization
-    )
+def test_it_is_what_the_written_products_have(ops, K, N, dtype, kind, has_bias):
+    linear = packed(ops.pack_linear, K, N, dtype, kind, has_bias=has_bias, out_dtype=torch.float32)
     for num_rows in (0, 1, 2, 7, 12, 13, 40, 200):
         x = noise(num_rows, K, dtype=dtype)
         for kept in (torch.arange(0), torch.arange(num_rows), torch.arange(num_rows)[1::3]):
             check(ops, linear, x, kept)
 
 
-@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
-def test_the_number_of_threads_changes_nothing(ops, use_threads, dtype, quantization):
-    weight = noise(2100, 96, dtype=dtype, seed=1)
-    linear = ops.pack_linear(weight, out_dtype=torch.float32, quantization=quantization)
+@pytest.mark.parametrize(("dtype", "kind"), ALL_KINDS)
+def test_the_number_of_threads_changes_nothing(ops, use_threads, dtype, kind):
+    linear = packed(ops.pack_linear, 96, 2100, dtype, kind, out_dtype=torch.float32)
     for num_threads in (1, 2, 3):
         use_threads(num_threads)
         for num_rows in (1, 13, 64):

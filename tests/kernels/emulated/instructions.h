@@ -291,6 +291,14 @@ TRIPTYCH_CALLED __m512i _mm512_slli_epi32(__m512i a, int count) {
     const WordLanes<uint32_t> x(a);
     return words_of<uint32_t>([&](int i) { return x.at[i] << count; });
 }
+TRIPTYCH_CALLED __m512i _mm512_srli_epi32(__m512i a, int count) {
+    const WordLanes<uint32_t> x(a);
+    return words_of<uint32_t>([&](int i) { return x.at[i] >> count; });
+}
+TRIPTYCH_CALLED __m512i _mm512_srli_epi16(__m512i a, int count) {
+    const WordLanes<uint16_t> x(a);
+    return words_of<uint16_t>([&](int i) { return static_cast<uint16_t>(x.at[i] >> count); });
+}
 TRIPTYCH_CALLED __m512i _mm512_cvtepu16_epi32(__m256i a) {
     const Lanes<uint16_t, __m256i> x(a);
     return words_of<uint32_t>([&](int i) { return uint32_t{x.at[i]}; });
@@ -334,6 +342,19 @@ TRIPTYCH_CALLED __m512i _mm512_mask_broadcast_i32x4(__m512i otherwise, uint64_t 
     const WordLanes<uint32_t> y(otherwise);
     return words_of<uint32_t>([&](int i) { return has_bit(mask, i) ? x.at[i % 4] : y.at[i]; });
 }
+TRIPTYCH_CALLED __m512i _mm512_broadcast_i64x4(__m256i a) {
+    const Lanes<uint64_t, __m256i> x(a);
+    return words_of<uint64_t>([&](int i) { return x.at[i % 4]; });
+}
+TRIPTYCH_CALLED __m512i _mm512_permutexvar_epi16(__m512i places, __m512i a) {
+    const WordLanes<uint16_t> from(places), x(a);
+    return words_of<uint16_t>([&](int i) { return x.at[from.at[i] % 32]; });
+}
+TRIPTYCH_CALLED __m512 _mm512_permutexvar_ps(__m512i places, __m512 a) {
+    const WordLanes<uint32_t> from(places);
+    const FloatLanes x(a);
+    return floats_of([&](int i) { return x.at[from.at[i] % 16]; });
+}
 TRIPTYCH_CALLED __m512i _mm512_permutexvar_epi64(__m512i places, __m512i a) {
     const WordLanes<uint64_t> from(places), x(a);
     return words_of<uint64_t>([&](int i) { return x.at[from.at[i] % 8]; });
@@ -346,6 +367,11 @@ TRIPTYCH_CALLED __m512i _mm512_permutex2var_epi8(__m512i a, __m512i places, __m5
     });
 }
 
+TRIPTYCH_CALLED __m512 _mm512_cvtph_ps(__m256i a) {
+    const Lanes<__m128i, __m256i> halves(a);
+    const __m256 low = _mm256_cvtph_ps(halves.at[0]), high = _mm256_cvtph_ps(halves.at[1]);
+    return floats_of([&](int i) { return i < 8 ? low[i] : high[i - 8]; });
+}
 TRIPTYCH_CALLED __m256bh _mm512_cvtneps_pbh(__m512 a) {
     const FloatLanes x(a);
     return lanes_of<uint16_t, __m256bh>([&](int i) { return to_bf16(x.at[i]); });

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "../gemm.h"
+#include "../groups.h"
 
 namespace triptych {
 namespace {
@@ -17,6 +18,10 @@ bool multiply_panels(const PackedWeight& weight, const RowBlocks& blocks, const 
     std::optional<FlushDenormals> flush;
     if (!weight.rows_are_fp32) {
         flush.emplace();
+    }
+    if (weight.has_groups()) {
+        multiply_codes(weight, blocks, rows, first, end, store);
+        return true;
     }
     const auto multiply_as = [&](const auto& kind) {
         multiply_by_blocks(kind, blocks, rows, weight.panels, weight.panel_bytes(), weight.num_units(), first, end,
@@ -32,6 +37,11 @@ bool multiply_panels(const PackedWeight& weight, const RowBlocks& blocks, const 
         case WeightKind::kInt8:
             weight.rows_are_fp32 ? multiply_as(Int8Pairs<false>{}) : multiply_as(Int8Pairs<true>{});
             break;
+        case WeightKind::kCodes4:
+        case WeightKind::kCodes8:
+        case WeightKind::kCodes4ForInt8:
+        case WeightKind::kCodes8ForInt8:
+            break;  // see above
     }
     return true;
 }

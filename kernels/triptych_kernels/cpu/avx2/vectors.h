@@ -183,6 +183,19 @@ TRIPTYCH_INLINE __m256i narrow_eight(__m256 x) {
     const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
 }
+TRIPTYCH_INLINE Floats to_floats(Words x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
+// Whole numbers from -128 to 127.
+TRIPTYCH_INLINE void store_int8(int8_t* to, Floats x) {
+    const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high));
+    // Packed within each 128 bits, then in order.
+    const __m256i ordered = _mm256_permute4x64_epi64(words, 0xD8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                     _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1)));
+}
+// Of fp16.
+TRIPTYCH_INLINE Floats widen_fp16(Halves x) {
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(x)), _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1))};
+}
 TRIPTYCH_INLINE Halves narrow_floats(Floats x) {
     // Packed within each 128 bits, then in order.
     return _mm256_permute4x64_epi64(_mm256_packus_epi32(narrow_eight(x.low), narrow_eight(x.high)), 0xD8);

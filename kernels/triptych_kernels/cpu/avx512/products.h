@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "../gemm.h"
+#include "../groups.h"
 #include "amx.h"
 
 namespace triptych {
@@ -41,6 +42,10 @@ bool multiply_panels(const PackedWeight& weight, const RowBlocks& blocks, const 
     if (!weight.rows_are_fp32) {
         flush.emplace();
     }
+    if (weight.has_groups()) {
+        multiply_codes(weight, blocks, rows, first, end, store);
+        return true;
+    }
     const auto multiply_as = [&](const auto& kind) {
         if constexpr (!std::is_same_v<decltype(kind), const Fp32Units&>) {
             if (weight.form == RowForm::kWide) {
@@ -61,6 +66,11 @@ bool multiply_panels(const PackedWeight& weight, const RowBlocks& blocks, const 
             return weight.rows_are_fp32 ? multiply_widened<false>(pairs, weight, blocks, rows, first, end, store)
                                         : multiply_as(pairs);
         }
+        case WeightKind::kCodes4:
+        case WeightKind::kCodes8:
+        case WeightKind::kCodes4ForInt8:
+        case WeightKind::kCodes8ForInt8:
+            break;  // see above
     }
     return false;
 }

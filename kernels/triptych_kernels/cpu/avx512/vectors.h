@@ -85,7 +85,14 @@ TRIPTYCH_INLINE float highest_lane(Mask mask, Floats x) { return _mm512_mask_red
 TRIPTYCH_INLINE Floats widen_halves(Halves x) {
     return as_floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
 }
+// Whole numbers from -128 to 127.
+TRIPTYCH_INLINE void store_int8(int8_t* to, Floats x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
+}
+TRIPTYCH_INLINE Floats to_floats(Words x) { return _mm512_cvtepi32_ps(x); }
 TRIPTYCH_INLINE Halves narrow_floats(Floats x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+// Of fp16.
+TRIPTYCH_INLINE Floats widen_fp16(Halves x) { return _mm512_cvtph_ps(x); }
 
 }  // namespace
 }  // namespace triptych

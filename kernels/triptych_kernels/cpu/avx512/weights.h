@@ -87,12 +87,13 @@ constexpr Bf16ByteTables kBf16Tables;
 struct Int8Pairs {
     static constexpr int64_t kStep = kInt8UnitBytes;
     static constexpr int kRowUnits = 1;
-    Words low[2], high[2];  // the bytes of bf16(0) to bf16(127)
+    Words low[2], high[2];
 
-    Int8Pairs() {
+    // table: the low bytes of the bf16 of 128 magnitudes, then their high bytes; of 0 to 127.
+    explicit Int8Pairs(const uint8_t* table = kBf16Tables.bytes[0]) {
         for (int half = 0; half < 2; ++half) {
-            low[half] = load_words(kBf16Tables.bytes[0] + 64 * half);
-            high[half] = load_words(kBf16Tables.bytes[1] + 64 * half);
+            low[half] = load_words(table + 64 * half);
+            high[half] = load_words(table + 128 + 64 * half);
         }
     }
     TRIPTYCH_INLINE void load(const char* unit, int, Words (&lanes)[kVectors]) const {
@@ -190,10 +191,14 @@ TRIPTYCH_INLINE void store_panel(float* to, PanelMask mask, const Floats (&value
     store_part(to + 16, static_cast<Mask>(mask >> 16), values[1]);
 }
 
-// Stores number k of a column into a panel of int8 pairs, so that widening leaves columns in order.
-inline void put_int8(char* panel, int column, int64_t k, int value) {
+// Stores byte k of a column into a panel of pairs of bytes, so that widening leaves columns in order.
+inline void put_byte(char* panel, int column, int64_t k, int byte) {
     const int offset = 16 * (column % 16 / 4) + 8 * (column / 16) + 2 * (column % 4);
-    panel[k / 2 * kInt8UnitBytes + offset + k % 2] = static_cast<char>(value < 0 ? 0x80 | -value : value);
+    panel[k / 2 * kInt8UnitBytes + offset + k % 2] = static_cast<char>(byte);
+}
+// Number k of a column of int8 pairs.
+inline void put_int8(char* panel, int column, int64_t k, int value) {
+    put_byte(panel, column, k, value < 0 ? 0x80 | -value : value);
 }
 
 // Units of int8 pairs as units of bf16 pairs.

@@ -1,0 +1,274 @@
+// x W^T for weights of codes: R rows times P panels, group by group.
+//
+// A panel has, group by group of inputs: the codes, in steps (see codes.h); the scale of each column; and its minimum,
+// if the weight has minima. Packed rows have the units of each group and, if there are minima, their sum. An output is
+// one chain over the groups: of each, the products of its numbers with what the codes stand for are added up as in
+// microkernel.h, and multiplied by the scale; then the minimum times the sum of the numbers is subtracted. The order is
+// the same for any R and P: this makes results independent of the batch.
+//
+// If rows are rounded to int8, their groups have besides units of four numbers a sum to begin with, which makes up for
+// codes that stand for other whole numbers than are multiplied, and a scale, by which the sum of products is multiplied
+// first.
+//
+// Sums lie in memory, so that products are compiled once for all stores of a tile. Include isa.h before.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "gemm.h"
+#include "packing.h"
+
+namespace triptych {
+namespace {
+
+// The bits by which the code of number k of eight is shifted: the first of each pair are in the lower half. For rows of
+// int8 the first four are in the lower halves of bytes.
+constexpr int code4_shift(int k) { return 4 * (k / 2) + 16 * (k % 2); }
+constexpr int code4_shift_for_int8(int k) { return 4 * (k / 4) + 8 * (k % 4); }
+
+// Stores eight codes of 4 bits of a column into a step of a panel.
+inline void put_code4(char* step, int column, const uint8_t* codes, bool are_for_int8) {
+    uint32_t lane = 0;
+    for (int k = 0; k < 8; ++k) {
+        lane |= static_cast<uint32_t>(codes[k] & 15) << (are_for_int8 ? code4_shift_for_int8(k) : code4_shift(k));
+    }
+    std::memcpy(step + 4 * column, &lane, 4);
+}
+// Code k of 8 bits of a column for rows of int8: four of a column are neighbours.
+inline void put_code8_for_int8(char* group, int column, int64_t k, uint8_t code) {
+    group[k / 4 * 4 * kPanelColumns + 4 * column + k % 4] = static_cast<char>(code);
+}
+
+// What codes have in common that are multiplied with rows as they are.
+struct PlainRows {
+    using Sum = Floats;
+    static constexpr bool kHasInt8Rows = false;
+
+    TRIPTYCH_INLINE Floats start(uint32_t) const { return zeros(); }
+    TRIPTYCH_INLINE Floats finished(Floats sum, uint32_t) const { return sum; }
+};
+
+// The same with rows of int8.
+struct Int8Rows {
+    using Sum = Words;
+    static constexpr bool kHasInt8Rows = true;
+
+    TRIPTYCH_INLINE Words start(uint32_t start) const { return splat_word(static_cast<int32_t>(start)); }
+    TRIPTYCH_INLINE Floats finished(Words sum, uint32_t scale) const {
+        return mul(to_floats(sum), as_floats(splat_word(static_cast<int32_t>(scale))));
+    }
+};
+
+}  // namespace
+}  // namespace triptych
+
+#include TRIPTYCH_OF_ISA(codes.h)
+
+namespace triptych {
+namespace {
+
+struct GroupTile {
+    const uint32_t* rows;
+    const char* panel;
+    int64_t panel_bytes, num_groups, num_steps;  // num_steps: of a group
+    bool has_minima, are_fp32;
+    // Prefetch distance in bytes; `distance_after` from group `turn` on, where that would be behind the panels.
+    int64_t turn, distance, distance_after;
+};
+
+TRIPTYCH_INLINE Floats load_scales(const char* from, int first_column, bool are_fp32) {
+    return are_fp32 ? load(reinterpret_cast<const float*>(from) + first_column)
+                    : widen_fp16(load_halves(reinterpret_cast<const uint16_t*>(from) + first_column));
+}
+
+template <class Body, int... parts>
+TRIPTYCH_INLINE void for_each_part(const Body& body, std::integer_sequence<int, parts...>) {
+    (body(std::integral_constant<int, parts>()), ...);
+}
+
+// sums: [R][kPanelColumns P], zeros before.
+template <class Codes, int R, int P>
+[[gnu::noinline]] void multiply_groups(const Codes& codes, const GroupTile& tile, float* sums) {
+    const uint32_t* rows = tile.rows;
+    const char* panel = tile.panel;
+    const int64_t scale_bytes = kPanelColumns * (tile.are_fp32 ? 4 : 2);
+    for (int64_t group = 0; group < tile.num_groups; ++group) {
+        const int64_t distance = group < tile.turn ? tile.distance : tile.distance_after;
+        typename Codes::Sum parts[R][kVectors * P];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            const auto start = codes.start(rows[r]);
+#pragma GCC unroll 8
+            for (int j = 0; j < kVectors * P; ++j) {
+                parts[r][j] = start;
+            }
+        }
+        rows += Codes::kHasInt8Rows ? R : 0;
+        for (int64_t step = 0; step < tile.num_steps; ++step, panel += Codes::kStep) {
+            const auto add_part = [&](auto part) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+                for (int first = 0; first < P; first += kPanelsLoaded) {
+                    constexpr int kLoaded = P < kPanelsLoaded ? P : kPanelsLoaded;
+                    Words lanes[kLoaded][kVectors];
+#pragma GCC unroll 8
+                    for (int p = 0; p < kLoaded; ++p) {
+                        const char* from = panel + (first + p) * tile.panel_bytes;
+                        codes.template load_part<part.value>(from, lanes[p]);
+                        if (part.value == 0) {
+#pragma GCC unroll 2
+                            for (int64_t line = 0; line < Codes::kStep; line += 64) {
+                                _mm_prefetch(from + distance + line, _MM_HINT_T0);
+                            }
+                        }
+                    }
+#pragma GCC unroll 16
+                    for (int r = 0; r < R; ++r) {
+                        const Words x = splat_word(static_cast<int>(rows[r]));
+#pragma GCC unroll 8
+                        for (int p = 0; p < kLoaded; ++p) {
+#pragma GCC unroll 2
+                            for (int v = 0; v < kVectors; ++v) {
+                                auto& sum = parts[r][kVectors * (first + p) + v];
+                                sum = codes.add_product(sum, x, lanes[p][v]);
+                            }
+                        }
+                    }
+                }
+                rows += R;
+            };
+            for_each_part(add_part, std::make_integer_sequence<int, Codes::kParts>());
+        }
+        const uint32_t* row_scales = rows;
+        rows += Codes::kHasInt8Rows ? R : 0;
+#pragma GCC unroll 8
+        for (int p = 0; p < P; ++p) {
+            const char* scales = panel + p * tile.panel_bytes;
+            _mm_prefetch(scales + distance, _MM_HINT_T0);
+#pragma GCC unroll 2
+            for (int v = 0; v < kVectors; ++v) {
+                const Floats scale = load_scales(scales, 16 * v, tile.are_fp32);
+                float* sum = sums + p * kPanelColumns + 16 * v;
+#pragma GCC unroll 16
+                for (int r = 0; r < R; ++r, sum += kPanelColumns * P) {
+                    const Floats part = codes.finished(parts[r][kVectors * p + v], row_scales[r]);
+                    store(sum, fmadd(part, scale, load(sum)));
+                }
+                if (tile.has_minima) {
+                    const Floats minimum = load_scales(scales + scale_bytes, 16 * v, tile.are_fp32);
+                    sum = sums + p * kPanelColumns + 16 * v;
+#pragma GCC unroll 16
+                    for (int r = 0; r < R; ++r, sum += kPanelColumns * P) {
+                        const Floats x = as_floats(splat_word(static_cast<int>(rows[r])));
+                        store(sum, fnmadd(minimum, x, load(sum)));
+                    }
+                }
+            }
+        }
+        panel += scale_bytes * (tile.has_minima ? 2 : 1);
+        rows += tile.has_minima ? R : 0;
+    }
+}
+
+// The product of a tile, for each number of rows.
+template <class Codes>
+struct GroupProducts {
+    using Multiply = void (*)(const Codes&, const GroupTile&, float*);
+
+#define TRIPTYCH_CASE(R) multiply_groups<Codes, R, panels_at_once(R)>,
+    static constexpr Multiply kWide[] = {TRIPTYCH_EACH_TILE_ROWS(TRIPTYCH_CASE)};
+#undef TRIPTYCH_CASE
+#define TRIPTYCH_CASE(R) multiply_groups<Codes, R, 1>,
+    static constexpr Multiply kNarrow[] = {TRIPTYCH_EACH_TILE_ROWS(TRIPTYCH_CASE)};
+#undef TRIPTYCH_CASE
+};
+
+// Passes sums [num_rows][kPanelColumns P] on to the store, a row at a time.
+template <int P, class Store>
+void store_tile(const float* sums, int num_rows, int64_t first_row, int64_t panel, const Store& store) {
+    for (int r = 0; r < num_rows; ++r, sums += kPanelColumns * P) {
+        Floats values[1][kVectors * P];
+#pragma GCC unroll 8
+        for (int j = 0; j < kVectors * P; ++j) {
+            values[0][j] = load(sums + 16 * j);
+        }
+        store.template operator()<1, P>(first_row + r, panel, values);
+    }
+}
+
+constexpr int64_t kTileSums = kPanelColumns * std::max(kMaxTileRows, 12);
+
+// Panels [first, end) of a weight times a chunk of packed rows.
+template <class Codes, class Store>
+void multiply_by_groups(const PackedWeight& weight, const RowBlocks& blocks, const uint32_t* rows, int64_t first,
+                        int64_t end, const Store& store) {
+    using Products = GroupProducts<Codes>;
+    const Codes codes(weight.groups.table);
+    const int64_t panel_bytes = weight.panel_bytes(), num_units = weight.num_units();
+    const auto run_tile = [&](int64_t block, int64_t panel, auto num_panels, int64_t ahead) {
+        constexpr int P = num_panels.value;
+        const int num_rows = blocks.size(block);
+        const int64_t first_row = blocks.first_row(block);
+        GroupTile tile;
+        tile.rows = rows + first_row * num_units;
+        tile.panel = weight.panels + panel * panel_bytes;
+        tile.panel_bytes = panel_bytes;
+        tile.num_groups = weight.num_groups();
+        tile.num_steps = weight.groups.size / Codes::kNumbers;
+        tile.has_minima = weight.groups.has_minima;
+        tile.are_fp32 = weight.groups.are_fp32;
+        tile.turn = (panel_bytes - std::min(ahead, panel_bytes)) / weight.group_bytes();
+        tile.distance = ahead;
+        tile.distance_after = ahead + (P - 1) * panel_bytes;
+        alignas(64) float sums[kTileSums] = {};
+        for (int r = 0; r < num_rows; ++r) {
+            store.template prefetch<1, P>(first_row + r, panel);
+        }
+        (P > 1 ? Products::kWide : Products::kNarrow)[num_rows - 1](codes, tile, sums);
+        store_tile<P>(sums, num_rows, first_row, panel, store);
+    };
+    using One = std::integral_constant<int, 1>;
+    if (blocks.num_blocks == 1) {
+        const int64_t at_once = panels_at_once(blocks.size(0));
+        const int64_t ahead = std::min(kPrefetchBytes / at_once, panel_bytes);
+        int64_t panel = first;
+        for (; at_once > 1 && panel + at_once <= end; panel += at_once) {
+            at_once == 4 ? run_tile(0, panel, std::integral_constant<int, 4>(), ahead)
+                         : run_tile(0, panel, std::integral_constant<int, 2>(), ahead);
+        }
+        for (; panel < end; ++panel) {
+            run_tile(0, panel, One(), ahead);
+        }
+        return;
+    }
+    // The first block prefetches the next panel, the others what is in the cache.
+    for (int64_t panel = first; panel < end; ++panel) {
+        for (int64_t block = 0; block < blocks.num_blocks; ++block) {
+            run_tile(block, panel, One(), block == 0 ? panel_bytes : 0);
+        }
+    }
+}
+
+// The same; rows and weight may be of any kind with groups.
+template <class Store>
+void multiply_codes(const PackedWeight& weight, const RowBlocks& blocks, const uint32_t* rows, int64_t first,
+                    int64_t end, const Store& store) {
+    if (weight.form == RowForm::kInt8) {
+        return weight.kind == WeightKind::kCodes4ForInt8
+                   ? multiply_by_groups<Codes4ForInt8>(weight, blocks, rows, first, end, store)
+                   : multiply_by_groups<Codes8ForInt8>(weight, blocks, rows, first, end, store);
+    }
+    const auto multiply_as = [&](auto rows_are_fp32) {
+        constexpr bool kRowsAreFp32 = rows_are_fp32.value;
+        weight.kind == WeightKind::kCodes4
+            ? multiply_by_groups<Codes4<kRowsAreFp32>>(weight, blocks, rows, first, end, store)
+            : multiply_by_groups<Codes8<kRowsAreFp32>>(weight, blocks, rows, first, end, store);
+    };
+    weight.rows_are_fp32 ? multiply_as(std::true_type()) : multiply_as(std::false_type());
+}
+
+}  // namespace
+}  // namespace triptych
