@@ -14,7 +14,14 @@ import grpc.aio
 
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.engine.v1 import utility_pb2
-from triptych_kit.errors import InvalidArgument, NotFound, Unavailable, Unimplemented
+from triptych_kit.errors import (
+    InvalidArgument,
+    NotFound,
+    ServiceError,
+    Unavailable,
+    Unimplemented,
+    with_fields,
+)
 from triptych_kit.field_checks import check_enum, unserved
 from triptych_kit.server import Lifecycle, Registration
 from triptych_kit.telemetry.logs import AUDIT_LOGGER, set_log_level
@@ -230,8 +237,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         released = utility_pb2.ReleasePinsCall()
         # They have the same fields.
         released.MergeFromString(request.SerializeToString())
-        answer = await self._call(utility_pb2.UtilityCall(release_pins=released))
-        return admin_pb2.ReleaseResponse(num_blocks=answer.result.num_released_blocks)
+        result = await self._ask(utility_pb2.UtilityCall(release_pins=released))
+        return admin_pb2.ReleaseResponse(num_blocks=result.num_released_blocks)
 
     async def ListPins(
         self,
@@ -245,9 +252,17 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             raise Unimplemented(f"a {self._service} has no engine to call into", reason="NO_ENGINE")
         return await self._utility(admin_pb2.UtilityRequest(call=call))
 
+    async def _ask(self, call: utility_pb2.UtilityCall) -> utility_pb2.UtilityResult:
+        """Make the call of an RPC whose request has the fields of the call: errors name those."""
+        prefix = f"{call.WhichOneof('call')}."
+        try:
+            return (await self._call(call)).result
+        except ServiceError as error:
+            raise with_fields(error, lambda field: field.removeprefix(prefix)) from error
+
     async def _adapters(self, call: utility_pb2.UtilityCall) -> Sequence[utility_pb2.LoadedAdapter]:
         """The adapters that the engine answers a call with."""
-        return (await self._call(call)).result.adapters.adapters
+        return (await self._ask(call)).adapters.adapters
 
     async def _pins(self, call: utility_pb2.UtilityCall) -> list[admin_pb2.PinInfo]:
         return [
@@ -258,7 +273,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 job_id=pin.job_id,
                 tenant=pin.tenant,
             )
-            for pin in (await self._call(call)).result.pins.pins
+            for pin in (await self._ask(call)).pins.pins
         ]
 
     async def WatchScheduler(

@@ -14,7 +14,13 @@ from tests.triptych_kit.fakes import serving
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.engine.v1 import utility_pb2
 from triptych_kit.admin import SERVICE_NAME, AdminServicer
-from triptych_kit.errors import FailedPrecondition, from_rpc_error
+from triptych_kit.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+    ServiceError,
+    from_rpc_error,
+)
 from triptych_kit.limits import ADMIN
 from triptych_kit.server import Lifecycle, ServiceState
 from triptych_kit.telemetry.spans import SpanEvent
@@ -182,6 +188,29 @@ async def test_pins_are_calls_into_the_engine(telemetry: None) -> None:
         utility_pb2.UtilityCall(release_pins={"pin_id": "pin-1"}),
         utility_pb2.UtilityCall(release_pins={"job_id": "a"}),
     ]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidArgument("pin_blocks.ttl_s is nan, must be 0 to 86400", field="pin_blocks.ttl_s"),
+        ResourceExhausted("pin_blocks.ttl_s is too long", metadata={"fields": "pin_blocks.ttl_s"}),
+    ],
+)
+async def test_an_error_names_the_field_of_the_rpc(telemetry: None, error: ServiceError) -> None:
+    async def serve(request: admin_pb2.UtilityRequest) -> admin_pb2.UtilityResponse:
+        raise error
+
+    servicer = AdminServicer("engine", "engine-0", lambda: {}, lifecycle=Lifecycle(), utility=serve)
+    async with serving([servicer.registration()], ADMIN) as (_, channel):
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Pin(admin_pb2.PinRequest(token_ids=[5]))
+    seen = from_rpc_error(caught.value)
+    assert seen.code is error.code
+    assert seen.message == error.message.removeprefix("pin_blocks.")
+    fields = seen.violations[0][0] if isinstance(seen, InvalidArgument) else seen.metadata["fields"]
+    assert fields == "ttl_s"
 
 
 async def test_utility_calls_go_to_the_servicer_that_serves_them(telemetry: None) -> None:

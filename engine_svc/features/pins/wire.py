@@ -85,7 +85,7 @@ async def _pin(context: CallContext, call: utility_pb2.UtilityCall) -> utility_p
     await context.ask(lambda controls: controls.note(note))
     if note.failure is not None:
         failure = note.failure
-        metadata = {"field": failure.field} if failure.field else None
+        metadata = {"fields": failure.field} if failure.field else None
         raise _FAILURES[failure.code](failure.message, metadata=metadata)
     return _pins([note.pin] if note.pin is not None else [])
 

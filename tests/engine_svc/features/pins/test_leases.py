@@ -121,7 +121,7 @@ async def test_a_pin_beyond_a_share_is_refused_by_its_field():
     async with served(max_leased_share=0.0) as engine:
         with pytest.raises(ResourceExhausted) as refused:
             await engine.call(pin_blocks={"token_ids": list(range(40))})
-    assert refused.value.metadata["field"] == "pin_blocks.token_ids"
+    assert refused.value.metadata["fields"] == "pin_blocks.token_ids"
 
 
 def test_pins_are_listed_in_the_order_in_which_they_expire():
@@ -190,23 +190,25 @@ async def test_an_operator_pins_lists_and_releases():
 
 
 @pytest.mark.parametrize(
-    ("call", "field"),
+    ("call", "field", "limit"),
     [
-        ({"pin_blocks": {"token_ids": [1], "ttl_s": math.nan}}, "pin_blocks.ttl_s"),
-        ({"pin_blocks": {"token_ids": [1], "ttl_s": -1.0}}, "pin_blocks.ttl_s"),
-        ({"pin_blocks": {"token_ids": [1], "ttl_s": 1e6}}, "pin_blocks.ttl_s"),
-        ({"pin_blocks": {"token_ids": [1], "job_id": "x" * 257}}, "pin_blocks.job_id"),
-        ({"pin_blocks": {}}, "pin_blocks.token_ids"),
-        ({"pin_blocks": {"token_ids": [1] * 1000}}, "pin_blocks.token_ids"),
-        ({"pin_blocks": {"token_ids": [1, 1000]}}, "pin_blocks.token_ids"),
-        ({"release_pins": {}}, "release_pins.target"),
+        ({"pin_blocks": {"token_ids": [1], "ttl_s": math.nan}}, "pin_blocks.ttl_s", "in 0..86400"),
+        ({"pin_blocks": {"token_ids": [1], "ttl_s": -1.0}}, "pin_blocks.ttl_s", "in 0..86400"),
+        ({"pin_blocks": {"token_ids": [1], "ttl_s": 1e6}}, "pin_blocks.ttl_s", "in 0..86400"),
+        ({"pin_blocks": {"token_ids": [1], "job_id": "x" * 257}}, "pin_blocks.job_id", "at most 256"),
+        ({"pin_blocks": {"token_ids": [1], "job_id": "a\0"}}, "pin_blocks.job_id", "can be printed"),
+        ({"pin_blocks": {}}, "pin_blocks.token_ids", "at least 1"),
+        ({"pin_blocks": {"token_ids": [1] * 1000}}, "pin_blocks.token_ids", "at most"),
+        ({"pin_blocks": {"token_ids": [1, 1000]}}, "pin_blocks.token_ids", "below"),
+        ({"release_pins": {}}, "release_pins.target", "pin_id or job_id"),
     ],
 )
-async def test_a_value_out_of_range_is_refused_by_its_field(call: dict[str, object], field: str):
+async def test_a_value_out_of_range_is_refused_by_its_field(call: dict[str, object], field: str, limit: str):
     async with served() as engine, unchanged(engine):
         with pytest.raises(InvalidArgument) as refused:
             await engine.call(**call)
     assert [name for name, _ in refused.value.violations] == [field]
+    assert limit in refused.value.message
 
 
 @pytest.mark.parametrize(
