@@ -132,9 +132,11 @@ class JobPins(SchedulerFeature):
         self._turns[request] = turn
         self._waiting[request.request_id] = request
         if job.ended_at is not None:
-            gap_s = max(0.0, request.timeline.queued_at - job.ended_at)
-            self._gaps.add(request.job, job.tool, gap_s)
-            self._gap_s.observe(gap_s)
+            # What a client sends on within a session is no answer of a tool.
+            if job.ended_id != request.request_id:
+                gap_s = max(0.0, request.timeline.queued_at - job.ended_at)
+                self._gaps.add(request.job, job.tool, gap_s)
+                self._gap_s.observe(gap_s)
             self._forget_turn(job)
         self._forget_jobs()
 

@@ -6,6 +6,7 @@ The numbers are rows of the list of features.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,7 @@ from engine_svc.features.pins.scheduler import PROVISIONAL_S
 from engine_svc.scheduler.config import PauseState
 from tests.engine_svc.core_state import free_block_ids
 from tests.engine_svc.features.pins.jobs import Jobs, made_for, prompt
-from tests.engine_svc.scheduler.fakes import Stage, request
+from tests.engine_svc.scheduler.fakes import Stage, request, segment, session
 
 
 # Row 281.
@@ -230,6 +231,21 @@ def test_the_gaps_of_the_tool_of_the_hint_count_for_other_jobs():
     for tool, pinned in ("slow", []), ("other", ["a"]):
         jobs.hint(jobs.run("a", prompt(40), tool=""), tool)
         assert jobs.pinned == pinned
+
+
+def test_the_time_before_a_further_input_of_a_session_is_no_gap():
+    jobs = Jobs(LogNormalTtl(10.0, 2.0))
+    turn = JobTurn(tool="tool")
+    opened = session("a1", 40, max_tokens=2)
+    opened.job, opened.extras[JobTurn] = "a", turn
+    jobs.stage.add(opened)
+    for _ in range(3):
+        jobs.stage.step_until_idle()
+        assert jobs.pinned == ["a"]
+        jobs.stage.now += 60.0
+        jobs.scheduler.extend("a1", replace(segment(7), extras={JobTurn: turn}), jobs.stage.now)
+    jobs.stage.step_until_idle()
+    assert (jobs.pinned, jobs.outcomes) == (["a"], {"used": 3})
 
 
 def test_a_hint_of_an_earlier_turn_changes_nothing():
