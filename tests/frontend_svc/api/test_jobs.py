@@ -66,3 +66,16 @@ async def test_a_turn_that_a_stop_string_ends_is_aborted_before_the_hint():
         await read_all(client.generate(job_id="a", stop=["cat"]))
         await engine.wait(lambda: bool(engine.hints))
     assert [kind for kind in engine.received if kind in ("abort", "finish_hint")] == ["abort", "finish_hint"]
+
+
+async def test_turns_of_a_job_go_to_one_engine_unless_their_sessions_say_otherwise():
+    engines = [FakeEngine(answer("x"), dp_rank=rank) for rank in range(2)]
+    async with serving(*engines) as (client, _):
+        await client.until_engines_are_ready(2)
+        counts = []
+        for sessions in [""] * 8, [f"s{number}" for number in range(32)]:
+            for session_id in sessions:
+                await read_all(client.generate(job_id="a", session_id=session_id))
+            counts.append(sorted(len(engine.requests) for engine in engines))
+    assert counts[0] == [0, 8]
+    assert counts[1][0] > 0

@@ -236,6 +236,26 @@ async def test_a_client_that_leaves_has_its_turn_aborted():
     assert request.abort_reason == engine_pb2.ABORT_REASON_CLIENT
 
 
+# Row 120.
+async def test_who_closes_the_answers_ends_the_reading_of_the_input():
+    ended = asyncio.Event()
+
+    async def sent() -> AsyncIterator[Message]:
+        try:
+            yield start()
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async with serving(FakeEngine(answer("x"))) as (_, frontend):
+        answers = SessionAnswers(frontend.requests.generation, Counts(), max_sessions=1)
+        stream = answers.stream(sent(), caller_of(None))
+        assert (await anext(stream)).response.HasField("started")
+        assert not ended.is_set()
+        await stream.aclose()
+        assert ended.is_set()
+
+
 async def test_the_deadline_of_the_call_is_that_of_its_turns():
     async with serving_one() as (engine, client, _):
         session = Session(client, timeout=0.5)
