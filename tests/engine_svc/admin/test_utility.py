@@ -599,6 +599,7 @@ async def test_a_cache_in_use_is_reset_only_where_running_requests_may_lose_thei
     assert engine.frontend.tokens == {1: tokens_of(1, 30), 2: tokens_of(2, 30)}
 
 
+# Row 252.
 async def test_the_hit_rate_is_0_after_a_pause_that_clears_the_cache():
     async with controlled() as engine:
         prompt = list(range(40))

@@ -130,6 +130,7 @@ def test_turns_replay(setup: Setup):
     assert seen["turns"] > 5
 
 
+# Row 283.
 def test_a_record_names_the_job_of_a_request_and_those_whose_blocks_are_retained():
     keeper = Keeper()
     tracing = Tracing(SETUP, [keeper])
