@@ -52,10 +52,13 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
-# Required in every family.
+_GEMMA_KINDS = ("sliding_attention", "full_attention")
+# Required in every family, but for the activation: one has another name for another one.
+_ACTIVATION: Mapping[str, _Check] = {"hidden_act": lambda value: value == "silu"}
 _STATED: Mapping[str, _Check] = {
-    "hidden_act": lambda value: value == "silu",
     "hidden_size": _is_size,
     "intermediate_size": _is_size,
     "max_position_embeddings": _is_size,
@@ -68,6 +71,18 @@ _STATED: Mapping[str, _Check] = {
     "eos_token_id": _is_ids,
 }
 _STATED_BY_FAMILY: Mapping[str, Mapping[str, _Check]] = {
+    "phi3": {"sliding_window": _is_size_or_none},
+    "gemma3_text": {
+        "hidden_activation": lambda value: value == "gelu_pytorch_tanh",
+        "head_dim": _is_size,
+        "query_pre_attn_scalar": _is_size,
+        "sliding_window": _is_size,
+        "layer_types": lambda value: isinstance(value, list) and all(one in _GEMMA_KINDS for one in value),
+        "attention_bias": _is_false,
+        "use_bidirectional_attention": _is_false,
+        "attn_logit_softcapping": lambda value: value is None,
+        "final_logit_softcapping": lambda value: value is None,
+    },
     "llama": {},
     "mistral": {"sliding_window": _is_size_or_none},
     "qwen2": {"use_sliding_window": _is_false},
@@ -101,6 +116,11 @@ _PASSED_OVER = frozenset(
         "router_jitter_noise", "transformers_version", "use_cache",
     }
 )  # fmt: skip
+# The same, for families in which they have no effect.
+_PASSED_OVER_BY_FAMILY = {
+    "phi3": frozenset({"embd_pdrop", "original_max_position_embeddings", "resid_pdrop"}),
+    "gemma3_text": frozenset({"_sliding_window_pattern", "hidden_act"}),
+}
 # The same, for families that state that no layer has a window.
 _OF_UNUSED_WINDOWS = frozenset({"layer_types", "max_window_layers", "sliding_window"})
 # Of a MiMo, which is a Qwen2 with an MTP head, and which transformers does not know.
@@ -125,18 +145,20 @@ def read_stated_config(folder: Path) -> ModelConfig | None:
     if model_type == "qwen3_moe" and "num_experts" not in content:
         # The name in transformers since version 5.
         content["num_experts"] = content.pop("num_local_experts", None)
-    stated = {**_STATED, **_STATED_BY_FAMILY[model_type]}
+    is_gemma = model_type == "gemma3_text"
+    stated = {**_STATED, **({} if is_gemma else _ACTIVATION), **_STATED_BY_FAMILY[model_type]}
     if not all(name in content and check(content[name]) for name, check in stated.items()):
         return None
-    allowed = {*stated, *_OPTIONAL, *_BIASES, *_PASSED_OVER}
+    allowed = {*stated, *_OPTIONAL, *_BIASES, *_PASSED_OVER, *_PASSED_OVER_BY_FAMILY.get(model_type, ())}
     if "use_sliding_window" in stated:
         allowed |= _OF_UNUSED_WINDOWS
-    rope, dtype = _rope(content), content.get("dtype", content.get("torch_dtype"))
+    rope = _gemma_rope(content) if is_gemma else _rope(content)
+    dtype = content.get("dtype", content.get("torch_dtype"))
     is_known = dtype is None or (isinstance(dtype, str) and dtype in _DTYPES)
     # transformers rejects other values, or interprets them differently.
     is_sound = (
         content["hidden_size"] % content["num_attention_heads"] == 0
-        and _is_full(content.get("layer_types"), content["num_hidden_layers"])
+        and _fits(content.get("layer_types"), content["num_hidden_layers"], is_gemma)
         and _is_size_or_none(content.get("head_dim"))
         and all(_is_bool(content.get(name, False)) for name in _BIASES)
         and not ("dtype" in content and "torch_dtype" in content)
@@ -156,11 +178,11 @@ def read_stated_config(folder: Path) -> ModelConfig | None:
     )
 
 
-def _is_full(layer_types: Any, num_layers: int) -> bool:
+def _fits(layer_types: Any, num_layers: int, may_have_windows: bool) -> bool:
     if layer_types is None:
         return True
     is_list = isinstance(layer_types, list) and len(layer_types) == num_layers
-    return is_list and all(kind == "full_attention" for kind in layer_types)
+    return is_list and (may_have_windows or all(kind == "full_attention" for kind in layer_types))
 
 
 def _rope(content: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -173,5 +195,34 @@ def _rope(content: Mapping[str, Any]) -> dict[str, Any] | None:
         if content.get("rope_scaling") is not None:
             return None
         rope = {"rope_type": "default", "rope_theta": content.get("rope_theta")}
-    is_plain = isinstance(rope, dict) and set(rope) == {"rope_type", "rope_theta"}
-    return rope if is_plain and rope["rope_type"] == "default" and _is_number(rope["rope_theta"]) else None
+    if isinstance(rope, dict) and rope.get("partial_rotary_factor") == 1:
+        rope = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
+    return rope if _is_plain(rope) else None
+
+
+def _is_plain(rope: object) -> bool:
+    return (
+        isinstance(rope, dict)
+        and set(rope) == {"rope_type", "rope_theta"}
+        and rope["rope_type"] == "default"
+        and _is_number(rope["rope_theta"])
+    )
+
+
+def _gemma_rope(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The parameters of both kinds of layers, which may be stretched by a factor."""
+    rope = content.get("rope_parameters")
+    if not isinstance(rope, dict) or set(rope) != set(_GEMMA_KINDS) or "rope_scaling" in content:
+        return None
+    return rope if all(_is_plain(each) or _is_stretched(each) for each in rope.values()) else None
+
+
+def _is_stretched(rope: object) -> bool:
+    return (
+        isinstance(rope, dict)
+        and set(rope) == {"rope_type", "rope_theta", "factor"}
+        and rope["rope_type"] == "linear"
+        and _is_number(rope["rope_theta"])
+        and _is_number(rope["factor"])
+        and rope["factor"] >= 1
+    )

@@ -304,7 +304,9 @@ def _gemma3(model: GgufModel, settings: _Settings, content: Content) -> Content:
 def _phi3(model: GgufModel, settings: _Settings, content: Content) -> Content:
     head_dim = content["head_dim"]
     rotated = settings.whole("rope.dimension_count", head_dim)
-    rope = content["rope_parameters"] | {"partial_rotary_factor": rotated / head_dim}
+    rope = content["rope_parameters"]
+    if rotated != head_dim:
+        rope |= {"partial_rotary_factor": rotated / head_dim}
     original = settings.whole("rope.scaling.original_context_length", content["max_position_embeddings"])
     if LONG_FACTORS in model.tensors and SHORT_FACTORS in model.tensors:
         rope |= {

@@ -82,7 +82,7 @@ def assert_read_alike(folder: Path) -> None:
     assert torch.equal(rotary_table(stated.config, 40), rotary_table(theirs.config, 40))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "phi3", "gemma3"])
 def test_what_transformers_saves_is_read_alike(family, tmp_path):
     config = make_config(family)
     if family in ("qwen2", "qwen3", "qwen3_moe"):
@@ -90,6 +90,27 @@ def test_what_transformers_saves_is_read_alike(family, tmp_path):
     config.save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     assert_read_alike(write(tmp_path, {**content, "dtype": "bfloat16"}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope", "is_read"),
+    [
+        ("full_attention", {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}, True),
+        ("full_attention", {"rope_type": "linear", "rope_theta": 1e6, "factor": 0.5}, False),
+        ("full_attention", {"rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0}, False),
+        ("sliding_attention", {"rope_type": "default"}, False),
+        ("chunked_attention", {"rope_type": "default", "rope_theta": 1e6}, False),
+    ],
+)
+def test_each_kind_of_layer_of_a_gemma_states_its_rope(kind, rope, is_read, tmp_path):
+    make_config("gemma3").save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["rope_parameters"][kind] = rope
+    write(tmp_path, content)
+    if is_read:
+        assert_read_alike(tmp_path)
+    else:
+        assert read_stated_config(tmp_path) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)

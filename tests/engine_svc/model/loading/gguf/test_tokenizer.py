@@ -118,6 +118,17 @@ def test_runs_of_spaces_that_are_stored_as_such_are_tokens(tmp_path: Path) -> No
     assert tokenizer.decode(ids) == "a    b"
 
 
+def test_tokens_of_a_phi_3_take_the_space_behind_them(tmp_path: Path) -> None:
+    tokens, types, scores = sentence_piece(0)
+    file = with_vocabulary([*tokens, "<|user|>"], [*types, CONTROL], [*scores, 0.0])
+    phi3 = tokenizer_of(file.set("general.architecture", text("phi3")), tmp_path)
+    assert phi3.encode("<|user|> \n a<s> b", add_special_tokens=False).tokens == [
+        "<|user|>", "\u2581", "a", "<s>", "\u2581", "\u2581", "b",
+    ]  # fmt: skip
+    others = tokenizer_of(file.set("general.architecture", text("llama")), tmp_path)
+    assert "<0x0A>" in others.encode("<|user|> \n a", add_special_tokens=False).tokens
+
+
 @pytest.fixture(scope="module")
 def byte_level() -> tuple[dict[str, int], list[str]]:
     """A vocabulary and merges that were learned from the texts."""

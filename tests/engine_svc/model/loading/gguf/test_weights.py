@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from engine_svc.model.loading.checkpoint import Checkpoint, replaced_tensors
 from engine_svc.model.loading.folder import read_headers, weight_files
 from engine_svc.model.loading.gguf.folder import open_as_folder
 from engine_svc.model.loading.loader import LoadOptions, load_model
 from engine_svc.model.loading.weights import WeightReader
+from engine_svc.model.native.stated_config import read_stated_config
 from tests.engine_svc.model.checkpoints import make_checkpoint
 from tests.engine_svc.model.loading.gguf.gguf_models import write_model
 from tests.engine_svc.model.transformers.core_rig import CoreDriver
@@ -76,6 +78,8 @@ def test_weights_and_tokens_are_those_of_the_dequantized_checkpoint(family: str,
         assert torch.equal(reader.read(name), weight), name
     assert not reader.unread()
 
+    # Transformers, which takes seconds to import, is needed for what it runs alone.
+    assert (read_stated_config(folder) is None) is (family == "gpt_oss")
     theirs = AutoModelForCausalLM.from_pretrained(
         dequantized, dtype=torch.float32, attn_implementation="eager"
     )
@@ -98,6 +102,18 @@ def test_quantized_matrices_stay_quantized_until_they_are_packed(tmp_path: Path)
     part = reader.read_slice(name, 0, 8, 24)
     assert isinstance(part, QuantizedWeight)
     assert torch.equal(part.dequantize(), weight.dequantize()[8:24])
+
+
+def test_a_tensor_from_elsewhere_takes_the_place_of_one_of_the_file(tmp_path: Path) -> None:
+    folder, _ = make_gguf("llama", tmp_path)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file({name: torch.ones(32, 32)}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(folder).replacing([name], tmp_path)
+    reader = WeightReader(
+        weight_files(folder), lambda *event: None, dtype=torch.float32, replaced=replaced_tensors(checkpoint)
+    )
+    assert torch.equal(reader.read(name), torch.ones(32, 32))
+    assert not torch.equal(reader.read(name.replace("q_proj", "o_proj")), torch.ones(32, 32))
 
 
 def test_a_llama_with_biases_and_a_head_of_its_own_is_read(tmp_path: Path) -> None:
