@@ -26,7 +26,7 @@ def pull(
     model: Name,
     revision: Annotated[str | None, typer.Option(help="branch, tag or commit (default: main)")] = None,
 ) -> None:
-    """Download a model of the hub, and print its folder.
+    """Download a model of the hub, and print its folder. Of org/name:Q4_K_M: the GGUF file of that type.
 
     It is kept in the cache of the hub, where `serve` finds it. HF_TOKEN is for private and gated models.
     """

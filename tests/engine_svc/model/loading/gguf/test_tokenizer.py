@@ -122,9 +122,10 @@ def test_tokens_of_a_phi_3_take_the_space_behind_them(tmp_path: Path) -> None:
     tokens, types, scores = sentence_piece(0)
     file = with_vocabulary([*tokens, "<|user|>"], [*types, CONTROL], [*scores, 0.0])
     phi3 = tokenizer_of(file.set("general.architecture", text("phi3")), tmp_path)
-    assert phi3.encode("<|user|> \n a<s> b", add_special_tokens=False).tokens == [
-        "<|user|>", "\u2581", "a", "<s>", "\u2581", "\u2581", "b",
-    ]  # fmt: skip
+    # The space behind <s> stays, and gets the one that begins each text before it.
+    ids = phi3.encode("<|user|> \n a<s> b", add_special_tokens=False).ids
+    expected = ["<|user|>", "\u2581a", "<s>", "\u2581", "\u2581b"]
+    assert [phi3.id_to_token(token_id) for token_id in ids] == expected
     others = tokenizer_of(file.set("general.architecture", text("llama")), tmp_path)
     assert "<0x0A>" in others.encode("<|user|> \n a", add_special_tokens=False).tokens
 
