@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.rig.quantized_folder import awq, fp8, gptq, int4, int8, write_quantized
 from engine_svc.build.fingerprint import (
     declares_experts,
     main_eos_first,
@@ -16,6 +17,8 @@ from engine_svc.build.fingerprint import (
 from engine_svc.core.artifacts import read_artifacts
 from engine_svc.core.facts import SamplingDefaults
 from engine_svc.core.pooling_spec import PoolingOptions, describe_results
+from engine_svc.model.loading.loader import LoadOptions, load_model
+from tests.engine_svc.model.checkpoints import make_checkpoint
 
 
 @pytest.fixture
@@ -131,3 +134,17 @@ def test_the_id_that_the_configuration_names_first_is_the_main_end(folder):
 def test_a_mixture_of_experts_is_known_before_it_is_loaded(tmp_path, config, expected):
     (tmp_path / "config.json").write_text(config)
     assert declares_experts(tmp_path) is expected
+
+
+def test_the_formats_of_one_model_have_fingerprints_of_their_own(tmp_path):
+    make_checkpoint("llama", tmp_path / "full")
+    roundings = (int4(16), int8(), gptq(16), gptq(32), awq(16), awq(32), fp8(16))
+    copies = [
+        write_quantized(tmp_path / "full", tmp_path / str(number), rounding)
+        for number, rounding in enumerate(roundings)
+    ]
+    digests = {
+        digest(folder, weights_digest=load_model(folder, LoadOptions(num_threads=1)).facts.weights_digest)
+        for folder in (tmp_path / "full", *copies)
+    }
+    assert len(digests) == 1 + len(roundings)
