@@ -63,20 +63,35 @@ class ArtifactStore:
         self._override = tokenizer_override
         self._chat_template = chat_template
         self._files: dict[str, bytes] = {}
+        self._preparing = asyncio.Lock()
         self._tokenizers: dict[str, ModelTokenizer] = {}
+
+    async def prepare(self, stub: engine_pb2_grpc.EngineCoreServiceStub) -> None:
+        """Make the tokenizer of an engine that is loading, which takes seconds for a large vocabulary.
+
+        Nothing depends on it: what fails is tried again when the engine is ready.
+        """
+        # Of several engines with the same files the first one's are fetched.
+        async with self._preparing:
+            try:
+                if not await _receive(engine_pb2.GetArtifactsRequest(known_sha256=self._files), stub):
+                    return
+                received = await _receive(engine_pb2.GetArtifactsRequest(), stub)
+                self._keep({artifact.sha256: content for artifact, content in received.values()})
+                await self._tokenizer({kind: content for kind, (_, content) in received.items()})
+            except ArtifactError as error:
+                logger.info("the files of a loading engine are not used", extra={"reason": str(error)})
 
     async def model_of(
         self, ready: session_pb2.Ready, stub: engine_pb2_grpc.EngineCoreServiceStub
     ) -> ServedModel:
         """The model that an engine announces with `ready`. Raises ArtifactError."""
         contents = await self._fetch(ready.artifacts, stub)
-        if self._chat_template is not None:
-            contents[session_pb2.ARTIFACT_KIND_CHAT_TEMPLATE] = self._chat_template
         generation_config = contents.get(session_pb2.ARTIFACT_KIND_GENERATION_CONFIG, b"")
         config = contents.get(session_pb2.ARTIFACT_KIND_CONFIG, b"")
         text_key, tokenizer = await self._tokenizer(contents)
         try:
-            templates = _chat_templates(contents)
+            templates = _chat_templates(self._with_template(contents))
             parsers = self._parsers.resolved("\n".join(templates.values()), tokenizer.has_token)
             return ServedModel(
                 name=ready.model_name,
@@ -101,6 +116,7 @@ class ArtifactStore:
     async def _tokenizer(self, contents: Mapping[int, bytes]) -> tuple[str, ModelTokenizer]:
         loop = asyncio.get_running_loop()
         try:
+            contents = self._with_template(contents)
             files = TextFiles(
                 await self._tokenizer_json(contents),
                 contents.get(session_pb2.ARTIFACT_KIND_TOKENIZER_CONFIG, b""),
@@ -116,6 +132,11 @@ class ArtifactStore:
         except (ValueError, OSError, ServiceError) as error:
             raise ArtifactError(f"the tokenizer cannot be read: {error}") from error
         return key, self._remember(key, tokenizer)
+
+    def _with_template(self, contents: Mapping[int, bytes]) -> Mapping[int, bytes]:
+        if self._chat_template is None:
+            return contents
+        return {**contents, session_pb2.ARTIFACT_KIND_CHAT_TEMPLATE: self._chat_template}
 
     def _remember(self, key: str, tokenizer: ModelTokenizer) -> ModelTokenizer:
         """Cache `tokenizer` unless another engine with the same files was faster; returns the cached one."""
@@ -149,10 +170,13 @@ class ArtifactStore:
         if missing:
             fetched = await _download(missing, stub)
             known.update(fetched)
-            self._files |= fetched
-            while len(self._files) > MAX_FILES:
-                self._files.pop(next(iter(self._files)))
+            self._keep(fetched)
         return {artifact.kind: known[artifact.sha256] or b"" for artifact in artifacts}
+
+    def _keep(self, files: Mapping[str, bytes]) -> None:
+        self._files |= files
+        while len(self._files) > MAX_FILES:
+            self._files.pop(next(iter(self._files)))
 
 
 def is_slow_tokenizer(content: bytes) -> bool:
@@ -182,23 +206,37 @@ async def _download(
                 f"a file of {artifact.size_bytes} bytes exceeds the limit of {_MAX_FILE_BYTES}"
             )
     request = engine_pb2.GetArtifactsRequest(kinds=[artifact.kind for artifact in artifacts])
-    # By kind and not by digest: two files may have the same content.
-    received = {artifact.kind: bytearray() for artifact in artifacts}
+    received = await _receive(request, stub)
+    for artifact in artifacts:
+        if artifact.kind not in received or received[artifact.kind][0].sha256 != artifact.sha256:
+            raise ArtifactError(f"a file does not have its digest {artifact.sha256}")
+    return {artifact.sha256: received[artifact.kind][1] for artifact in artifacts}
+
+
+async def _receive(
+    request: engine_pb2.GetArtifactsRequest, stub: engine_pb2_grpc.EngineCoreServiceStub
+) -> dict[int, tuple[session_pb2.Artifact, bytes]]:
+    """The files by kind, as two may have the same content. Raises ArtifactError."""
+    artifacts: dict[int, session_pb2.Artifact] = {}
+    contents: dict[int, bytearray] = {}
     try:
         async for response in stub.GetArtifacts(request, timeout=_FETCH_DEADLINE_S):
-            content = received.get(response.artifact.kind)
-            if content is None:
+            kind = response.artifact.kind
+            if kind not in (request.kinds or session_pb2.ArtifactKind.values()):
                 continue
+            artifacts[kind] = response.artifact
+            content = contents.setdefault(kind, bytearray())
             if response.offset != len(content) or len(content) + len(response.chunk) > _MAX_FILE_BYTES:
                 raise ArtifactError(f"a chunk at {response.offset} came where {len(content)} was due")
             content += response.chunk
     except grpc.RpcError as error:
         raise ArtifactError(f"the engine's files cannot be fetched: {error}") from error
-    for artifact in artifacts:
-        content = received[artifact.kind]
-        if hashlib.sha256(content).hexdigest() != artifact.sha256:
-            raise ArtifactError(f"a file of {len(content)} bytes does not have its digest {artifact.sha256}")
-    return {artifact.sha256: bytes(received[artifact.kind]) for artifact in artifacts}
+    for kind, artifact in artifacts.items():
+        if hashlib.sha256(contents[kind]).hexdigest() != artifact.sha256:
+            raise ArtifactError(
+                f"a file of {len(contents[kind])} bytes does not have its digest {artifact.sha256}"
+            )
+    return {kind: (artifact, bytes(contents[kind])) for kind, artifact in artifacts.items()}
 
 
 def _defaults(generation_config: bytes, ready: session_pb2.Ready) -> GenerationDefaults:

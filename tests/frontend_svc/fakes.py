@@ -286,8 +286,11 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         self, request: engine_pb2.GetArtifactsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[engine_pb2.GetArtifactsResponse, None]:
         self.num_downloads += 1
+        self._notify()
         for artifact in self._artifacts():
-            if artifact.kind not in request.kinds:
+            if (request.kinds and artifact.kind not in request.kinds) or (
+                artifact.sha256 in request.known_sha256
+            ):
                 continue
             content = self.files[artifact.kind]
             for offset in range(0, len(content), 4096):

@@ -210,7 +210,7 @@ class EngineClient:
         self.requests.account.meet(ack.engine_epoch)
         self.requests.account.set_facts(dp_rank=ack.dp_rank)
         if not is_resumed:
-            self._ready_mailbox.clear()
+            self._ready_mailbox.clear(is_loading=ack.state == session_pb2.ENGINE_STATE_LOADING)
         if ack.engine_epoch != epoch:
             self._steps.hung_step = None
         self._move_to(EngineState.LOADING)
@@ -251,6 +251,8 @@ class EngineClient:
             await asyncio.gather(messages, loading, return_exceptions=True)
 
     async def _load(self, stub: engine_pb2_grpc.EngineCoreServiceStub) -> None:
+        if self._ready_mailbox.is_loading:
+            await self._artifacts.prepare(stub)
         while True:
             ready = await self._ready_mailbox.get()
             self.model = await self._artifacts.model_of(ready, stub)
@@ -355,6 +357,7 @@ class ReadyMailbox:
 
     def __init__(self) -> None:
         self.was_read = False  # one of this session
+        self.is_loading = False  # the engine, as this session began: the message takes some time
         self._ready: session_pb2.Ready | None = None
         self._arrival = asyncio.Event()
 
@@ -381,6 +384,6 @@ class ReadyMailbox:
         if self._ready is ready:
             self._ready = None
 
-    def clear(self) -> None:
+    def clear(self, *, is_loading: bool) -> None:
         """Remove the message of a session that is over; the engine sends another in the next one."""
-        self._ready, self.was_read = None, False
+        self._ready, self.was_read, self.is_loading = None, False, is_loading

@@ -72,7 +72,7 @@ async def test_an_engine_that_begins_anew_is_not_ready_by_what_it_has_said_befor
         await engine.start(engine.address)
         await engine.wait(lambda: engine.num_heartbeats == 2)
         (engine_client,) = frontend.engines.directory.clients()
-        assert (engine_client.state, engine.num_asked) == (EngineState.LOADING, 1)
+        assert engine_client.state is EngineState.LOADING
         engine.become_ready()
         await client.wait_ready()
 
@@ -193,6 +193,43 @@ async def test_files_are_fetched_once_for_all_engines_and_sessions():
                 pass
         await second.kill()
     assert (first.num_downloads, second.num_downloads) == (1, 0)
+
+
+async def test_the_tokenizer_of_an_engine_is_made_while_it_loads():
+    engine = FakeEngine(answer("x"))
+    engine.is_ready = False
+    async with serving(engine, waits_ready=False) as (client, _):
+        # What the frontend lacks of its files, then all of them.
+        await engine.wait(lambda: engine.num_downloads == 2)
+        engine.become_ready()
+        await client.wait_ready()
+        assert (await read_all(client.generate()))[1] == "x"
+        await engine.kill()
+        engine.is_ready = False
+        await engine.start(engine.address)
+        await engine.wait(lambda: engine.num_downloads == 3)
+        engine.become_ready()
+        await client.wait_ready()
+    assert engine.num_downloads == 3
+
+
+async def test_files_that_a_loading_engine_does_not_give_are_fetched_when_it_is_ready():
+    class Late(FakeEngine):
+        async def GetArtifacts(self, request, context):
+            if not self.is_ready:
+                self.num_downloads += 1
+                self._notify()
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "it is loading")
+            async for response in super().GetArtifacts(request, context):
+                yield response
+
+    engine = Late(answer("x"))
+    engine.is_ready = False
+    async with serving(engine, waits_ready=False) as (client, _):
+        await engine.wait(lambda: engine.num_downloads == 1)
+        engine.become_ready()
+        await client.wait_ready()
+        assert (await read_all(client.generate()))[1] == "x"
 
 
 async def test_damaged_files_keep_an_engine_out():
