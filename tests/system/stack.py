@@ -30,6 +30,7 @@ class Stack:
             "OMP_NUM_THREADS": "1",
             # Only the test sends requests, and it knows when it stops a frontend.
             "TRIPTYCH_FRONTEND_DRAIN_LAG_S": "0",
+            "TRIPTYCH_FRONTEND_TEXT_WORKERS": "1",
             **(environment or {}),
         }
         self.children: list[Child] = []
@@ -43,8 +44,7 @@ class Stack:
     ) -> None:
         for channel in self._channels:
             await channel.close(None)
-        for child in self.children:
-            await child.stop(10.0)
+        await asyncio.gather(*(child.stop(10.0) for child in self.children))
 
     async def start(self, service: str, *flags: str, index: int = 0) -> Child:
         """Start a service and wait until it says where it listens; not until it is ready."""
@@ -58,8 +58,10 @@ class Stack:
         """Coordinator, one engine on `model` and one frontend; returns once the frontend can serve."""
         coordinator = await self.start("coordinator", "--port=0")
         known = f"--coordinator={address_of(coordinator)}"
-        engine = await self.start("engine", model, "--port=0", known, *engine_flags)
-        frontend = await self.start("frontend", "--port=0", known, *frontend_flags)
+        engine, frontend = await asyncio.gather(
+            self.start("engine", model, "--port=0", known, *engine_flags),
+            self.start("frontend", "--port=0", known, *frontend_flags),
+        )
         await self.ready("frontend", frontend)
         return Trio(coordinator, engine, frontend)
 
