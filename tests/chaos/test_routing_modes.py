@@ -87,7 +87,7 @@ async def ranks() -> AsyncIterator[Ranks]:
     async with Stack() as stack:
         coordinator = await stack.start("coordinator", "--port=0")
         known = f"--coordinator={address_of(coordinator)}"
-        engines = []
+        starts = []
         for rank, host in enumerate(_HOSTS):
             flags_of_rank = (
                 f"--data-parallel-rank={rank}",
@@ -96,7 +96,8 @@ async def ranks() -> AsyncIterator[Ranks]:
                 *(("--insecure",) if host != LOOPBACK else ()),
             )
             flags = (str(embedded_model()), "--port=0", "--num-threads=1", known, *flags_of_rank)
-            engines.append(await stack.start("engine", *flags, index=rank))
+            starts.append(stack.start("engine", *flags, index=rank))
+        engines = await asyncio.gather(*starts)
         for engine in engines:
             await stack.ready("engine", engine)
         yield Ranks(stack, coordinator, [stack.engine(engine) for engine in engines])

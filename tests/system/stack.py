@@ -54,6 +54,10 @@ class Stack:
         await asyncio.wait_for(child.announced(), START_LIMIT_S)
         return child
 
+    async def start_several(self, service: str, *flags: str, count: int) -> list[Child]:
+        """Start a service a number of times at once, each with an index of its own."""
+        return await asyncio.gather(*(self.start(service, *flags, index=index) for index in range(count)))
+
     async def start_all(self, model: str, *engine_flags: str, frontend_flags: tuple[str, ...] = ()) -> Trio:
         """Coordinator, one engine on `model` and one frontend; returns once the frontend can serve."""
         coordinator = await self.start("coordinator", "--port=0")

@@ -135,8 +135,7 @@ async def test_adapters_change_beside_streams_that_do_not(adapters, tmp_path):
     async with Stack() as stack:
         coordinator = await stack.start("coordinator", "--port=0")
         known = f"--coordinator={address_of(coordinator)}"
-        for index in range(2):
-            await stack.start("engine", str(model), "--port=0", known, *flags, index=index)
+        await stack.start_several("engine", str(model), "--port=0", known, *flags, count=2)
         await stack.engines_known(coordinator, 2)
         frontend = await stack.start(
             "frontend", "--port=0", "--http-port=0", known, "--allow-runtime-lora", "--text-workers=1"

@@ -126,7 +126,7 @@ async def test_clients_of_a_killed_frontend_get_the_rest_from_the_other_one(llam
     async with Stack(brake.environment) as stack:
         engine = await stack.start("engine", llama, "--port=0", "--no-enable-prefix-caching")
         known = f"--engine={address_of(engine)}"
-        frontends = [await stack.start("frontend", "--port=0", known, index=index) for index in range(2)]
+        frontends = await stack.start_several("frontend", "--port=0", known, count=2)
         for frontend in frontends:
             await stack.ready("frontend", frontend)
         view = stack.engine(engine)
@@ -184,7 +184,7 @@ async def test_clients_of_a_frontend_whose_drain_is_cut_go_on_at_the_other_one(l
     async with Stack(brake.environment) as stack:
         engine = await stack.start("engine", llama, "--port=0", "--no-enable-prefix-caching")
         flags = ("--port=0", f"--engine={address_of(engine)}", f"--drain-deadline-s={deadline_s}")
-        frontends = [await stack.start("frontend", *flags, index=index) for index in range(2)]
+        frontends = await stack.start_several("frontend", *flags, count=2)
         for frontend in frontends:
             await stack.ready("frontend", frontend)
         view = stack.engine(engine)

@@ -67,10 +67,7 @@ async def test_turns_have_the_ids_of_whole_requests_and_leave_nothing(llama: str
 @pytest.mark.chaos
 async def test_sessions_go_on_where_engines_are_killed_between_and_within_turns(slow_llama: str) -> None:
     async with Stack() as stack:
-        engines = [
-            await stack.start("engine", slow_llama, "--port=0", *ENGINE_FLAGS, index=index)
-            for index in range(3)
-        ]
+        engines = await stack.start_several("engine", slow_llama, "--port=0", *ENGINE_FLAGS, count=3)
         known = [f"--engine={address_of(engine)}" for engine in engines]
         frontend = await stack.start("frontend", "--port=0", *known)
         for engine in engines:

@@ -270,7 +270,7 @@ async def _refusal_s(stub: inference_pb2_grpc.InferenceServiceStub) -> float:
 async def test_a_request_whose_engine_is_killed_is_one_tree_with_its_stay_in_each(slow_llama):
     flags = ("--port=0", "--deterministic=on")
     async with collecting() as (received, variables), Stack(variables) as stack:
-        engines = [await stack.start("engine", slow_llama, *flags, index=index) for index in range(2)]
+        engines = await stack.start_several("engine", slow_llama, *flags, count=2)
         known = [f"--engine={address_of(engine)}" for engine in engines]
         frontend = await stack.start("frontend", "--port=0", "--reconnect-window-s=0.5", *known)
         for engine in engines:
