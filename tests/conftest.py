@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import shutil
@@ -110,6 +111,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def prometheus_package() -> None:
     """Prometheus and its promtool are installed."""
     assert missing_packages(("prometheus",)) == [], "as root: apt-get install prometheus"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules_out_of_collections() -> None:
+    """A collection that looks through all that is imported takes up to a second, and tests make hundreds."""
+    if gc.get_freeze_count() == 0:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
