@@ -132,7 +132,9 @@ def tree(tmp_path: Path) -> Path:
         copied.mkdir(exist_ok=True)
         for entry in (ROOT / copied.relative_to(tmp_path)).iterdir():
             if entry.name == "engine_svc":
-                shutil.copytree(entry, copied / entry.name, ignore=shutil.ignore_patterns("__pycache__"))
+                # With its bytecode, but none that another process is writing.
+                ignored = shutil.ignore_patterns("*.pyc.*")
+                shutil.copytree(entry, copied / entry.name, ignore=ignored)
             elif entry.name != "tests" and not entry.name.startswith("."):
                 (copied / entry.name).symlink_to(entry)
     return tmp_path
