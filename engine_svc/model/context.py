@@ -73,8 +73,13 @@ class ForwardContext:
     @property
     def can_be_recorded(self) -> bool:
         """Whether the step reads ids and writes logits alone, as recorded steps do."""
-        others = (self.embedded, self.hidden, self.last, self.low_rank_slots, self.expert_choices)
-        return all(other is None for other in others)
+        return (
+            self.embedded is None
+            and self.hidden is None
+            and self.last is None
+            and self.low_rank_slots is None
+            and self.expert_choices is None
+        )
 
     def low_rank_slots_of(self, rows: Tensor | None) -> Tensor | None:
         """The slots of the tokens at `rows`, [N] int64, or of all."""

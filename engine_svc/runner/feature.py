@@ -295,7 +295,8 @@ class RunnerFeatures:
 
     def reads_hidden(self, rows: Ints) -> bool:
         """Whether `after_forward` is to be called in a step with these rows."""
-        return any(self._uses[index, rows].any() for index in self._used("after_forward"))
+        used = self._used("after_forward")
+        return bool(used) and any(self._uses[index, rows].any() for index in used)
 
     def after_forward(self, inputs: StepInputs, hidden: Tensor, model: Model) -> list[FeaturePart]:
         """hidden: [T, H], of the step's tokens."""

@@ -37,6 +37,7 @@ class PlanBuilder:
         self._has_own_budgets = self._has_budgets = bool(budgets)
         self._own_budgets = (*budgets, *prefill_budgets)
         self._feature_budgets = tuple(feature_budgets)
+        self.has_feature_budgets = bool(feature_budgets)  # False: `num_budgets` of rows need not be read
         self._budgets = self._own_budgets
         self.remaining = 0  # tokens of the step that are not spent yet
         self.plan = StepPlan(0)
@@ -105,27 +106,25 @@ class PlanBuilder:
             drafts = request.draft_token_ids[: max(0, end - num_known)]
             request.draft_token_ids = []
         is_whole = end >= num_known
+        samples = is_whole and request.samples
         self.rows.append(request)
         plan.request_ids.append(request.request_id)
         plan.num_tokens.append(num_tokens)
         plan.num_computed_tokens.append(computed)
         plan.new_block_ids.append(new_block_ids)
         plan.draft_token_ids.append(drafts)
+        plan.samples.append(samples)
         request.num_computed_tokens = end
         request.last_row_sampled = is_whole
         self.remaining -= num_tokens
-        if num_tokens != 1 or self._has_budgets or request.num_budgets:
+        if num_tokens != 1 or self._has_budgets or (self.has_feature_budgets and request.num_budgets):
             for budget in self._budgets_of(request):
                 budget.take(request, num_tokens)
-        if is_whole and request.samples:
-            plan.samples.append(True)
-            if self._overlaps:
-                request.num_placeholders += 1 + len(drafts)
-                request.draft_token_ids = self._unknown_drafts
-            return
-        plan.samples.append(False)
         if not is_whole:
             request.num_chunks += 1
+        elif self._overlaps and samples:
+            request.num_placeholders += 1 + len(drafts)
+            request.draft_token_ids = self._unknown_drafts
 
     def withdraw(self, request: Request) -> int:
         """Remove the row of a request that is preempted; returns its number of tokens, 0 without a row."""
@@ -135,7 +134,7 @@ class PlanBuilder:
         del self.rows[row]
         num_tokens = self.plan.withdraw(row)
         self.remaining += num_tokens
-        if num_tokens != 1 or self._has_budgets or request.num_budgets:
+        if num_tokens != 1 or self._has_budgets or (self.has_feature_budgets and request.num_budgets):
             for budget in self._budgets_of(request):
                 budget.give_back(request, num_tokens)
         return num_tokens

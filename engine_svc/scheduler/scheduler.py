@@ -96,6 +96,7 @@ class Scheduler:
         self._step_number = 0
         self._updated_step_number = 0
         self._prefill_limit = 0  # of this step
+        self._num_rows = 0  # of requests that run, at most, in this step
         self._pads_newcomers = False  # in this step
         self._has_running_rows = False  # in this step
         self._admission_limit = ""  # of the newest plan
@@ -289,6 +290,8 @@ class Scheduler:
         if self._pause is PauseState.ALL:
             return plan
         queues = self._queues
+        num_held_rows = queues.num_idle if self._config.holds_idle else 0
+        self._num_rows = self._config.max_num_seqs - num_held_rows
         # A lone request need not leave room for others.
         self._prefill_limit = 0 if len(queues.requests) == 1 else self._config.long_prefill_token_threshold
         if self._displaces and self._pause is PauseState.NONE and queues.waiting.num_ready:
@@ -390,7 +393,7 @@ class Scheduler:
 
     def _schedule_running(self, now: float) -> None:
         builder = self._builder
-        has_budgets = builder.has_budgets
+        has_budgets, has_feature_budgets = builder.has_budgets, builder.has_feature_budgets
         running = RequestStatus.RUNNING
         for request in self._policy.walk(self._queues.running, self._num_admissible()):
             if not builder.remaining:
@@ -406,7 +409,7 @@ class Scheduler:
                 num_tokens != 1
                 or computed + 2 >= request.max_num_tokens
                 or has_budgets
-                or request.num_budgets
+                or (has_feature_budgets and request.num_budgets)
             ):
                 num_tokens = self._grant(request, num_tokens)
                 if num_tokens < 1:
@@ -424,11 +427,6 @@ class Scheduler:
             return 0
         return min(self._queues.waiting.num_ready, self._num_rows - len(self._queues.running))
 
-    @property
-    def _num_rows(self) -> int:
-        """Rows of requests that run."""
-        return self._config.max_num_seqs - (self._queues.num_idle if self._config.holds_idle else 0)
-
     def _grant(self, request: Request, num_tokens: int) -> int:
         """How many of its pending tokens a running request can have in this step."""
         if request.num_placeholders and is_last_token_in_flight(request):
@@ -444,8 +442,7 @@ class Scheduler:
         self._has_running_rows = bool(builder.rows)
         preempted = builder.plan.preempted
         candidates = queues.waiting.candidates()
-        num_rows = self._num_rows
-        while builder.remaining and len(queues.running) < num_rows:
+        while builder.remaining and len(queues.running) < self._num_rows:
             request = next(candidates, None)
             if request is None:
                 return ""

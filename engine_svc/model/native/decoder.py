@@ -139,8 +139,10 @@ class NativeDecoder:
 
     def _head_slots(self, logit_rows: Tensor, context: ForwardContext) -> Tensor | None:
         """The slots of the tokens at `logit_rows`; None if none of them can add to logits."""
-        adds = self.head is not None and self.head.adds(context.low_rank_slots)
-        return context.low_rank_slots_of(logit_rows) if adds else None
+        slots = context.low_rank_slots
+        if slots is None or self.head is None or not self.head.adds(slots):
+            return None
+        return slots[logit_rows]
 
     def enable_low_rank(self, num_slots: int, max_rank: int) -> LowRankTargets:
         """See LowRankModel. Experts and their routers take no additions."""
