@@ -42,6 +42,7 @@ from engine_svc.loop.protocols import EngineScheduler, NoLockstep
 from engine_svc.loop.requests import IdleLimits
 from engine_svc.membership.departure import Departure
 from engine_svc.membership.membership import Membership
+from engine_svc.model.loading.gguf.folder import is_from_file
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
@@ -211,7 +212,8 @@ def build_engine(
     # Imported here: these import torch, and the process should answer before that is done.
     from engine_svc.build.runner import build_runner
 
-    check_artifacts(served.artifacts)
+    if not is_from_file(Path(config.model)):
+        check_artifacts(served.artifacts)
 
     def on_prepared(number: int, failure: RequestFailed | None) -> None:
         served.inbox.put(Prepared(number, failure))

@@ -24,6 +24,7 @@ from engine_svc.model.loading.folder import (
     text_config,
 )
 from engine_svc.model.loading.formats.sources import quantization_method, weight_sources
+from engine_svc.model.loading.gguf.folder import is_from_file
 from engine_svc.model.loading.hub import is_gguf_path, is_hub_id
 from engine_svc.runner.memory.host_memory import MIB, cuda_device_bytes, free_host_bytes
 from engine_svc.scheduler.policies import POLICIES
@@ -66,7 +67,7 @@ def check_start(config: EngineConfig, *, num_engines: int = 1) -> None:
     limit = stated_max_position(content)
     if limit is not None and config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"--max-model-len is {config.max_model_len}, the model takes {limit}")
-    for kind in ArtifactKind:
+    for kind in () if is_from_file(folder) else ArtifactKind:
         path = folder / kind.value
         if path.is_file():
             check_content(kind, path.read_bytes())

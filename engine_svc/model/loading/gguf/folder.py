@@ -25,11 +25,12 @@ from engine_svc.model.loading.gguf.tokenizer import (
     tokenizer_config,
     tokenizer_json,
 )
-from triptych_kit.config import read_environment
+from engine_svc.model.loading.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".gguf"
+_NAME = "gguf"  # of the folder that has them all
 
 
 def open_as_folder(path: Path) -> Path:
@@ -49,16 +50,19 @@ def open_as_folder(path: Path) -> Path:
     return folder
 
 
+def is_from_file(folder: Path) -> bool:
+    """Whether `open_as_folder` has made the folder: what it has beside the weights is sound."""
+    cache = user_cache()
+    return cache is not None and folder.parent == cache / _NAME
+
+
 def _cache() -> Path:
-    given = read_environment("XDG_CACHE_HOME")
-    # As the specification of these folders says, relative paths are ignored.
-    try:
-        base = Path(given) if given.startswith("/") else Path.home() / ".cache"
-    except RuntimeError as error:
+    cache = user_cache()
+    if cache is None:
         raise CheckpointError(
             "there is no home folder for a GGUF file's tokenizer: XDG_CACHE_HOME names another"
-        ) from error
-    return base / "triptych" / "gguf"
+        )
+    return cache / _NAME
 
 
 def _digest(model: GgufModel) -> str:
@@ -76,11 +80,15 @@ def _write(folder: Path, model: GgufModel, config: dict[str, Any]) -> None:
     """Write the folder, whole or not at all. Another process that does the same may be first."""
     vocabulary = read_vocabulary(model.metadata, config["vocab_size"])
     contents = {
-        "config.json": config,
-        "tokenizer.json": tokenizer_json(vocabulary),
-        "tokenizer_config.json": tokenizer_config(vocabulary),
-        "generation_config.json": generation_config(vocabulary),
+        name: json.dumps(content, ensure_ascii=False)
+        for name, content in (
+            ("config.json", config),
+            ("tokenizer.json", tokenizer_json(vocabulary)),
+            ("tokenizer_config.json", tokenizer_config(vocabulary)),
+            ("generation_config.json", generation_config(vocabulary)),
+        )
     }
+    _check_tokenizer(model.path, contents["tokenizer.json"])
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
@@ -88,7 +96,7 @@ def _write(folder: Path, model: GgufModel, config: dict[str, Any]) -> None:
         raise _unwritable(folder, error) from error
     try:
         for name, content in contents.items():
-            _write_json(made / name, content)
+            _write_text(made / name, content)
         for header, name in zip(model.headers, _link_names(len(model.headers)), strict=True):
             (made / name).symlink_to(header.path)
         made.chmod(0o755)
@@ -103,9 +111,20 @@ def _write(folder: Path, model: GgufModel, config: dict[str, Any]) -> None:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _check_tokenizer(path: Path, content: str) -> None:
+    """Raise CheckpointError for a tokenizer.json that cannot be read: later starts do not look at it."""
+    # Imported here: once the folder is there, the library is not needed.
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_str(content)
+    except Exception as error:  # The library has no exception class of its own.
+        raise CheckpointError(f"{path}: its vocabulary makes no tokenizer: {error}") from error
+
+
+def _write_text(path: Path, content: str) -> None:
     with path.open("w", encoding="utf-8") as file:
-        json.dump(content, file, ensure_ascii=False)
+        file.write(content)
         file.flush()
         # The folder's name says that it is whole, after a loss of power, too.
         os.fsync(file.fileno())

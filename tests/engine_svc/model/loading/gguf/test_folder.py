@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from engine_svc.build.start_check import check_start
+from engine_svc.config import EngineConfig
 from engine_svc.model.errors import CheckpointError
 from engine_svc.model.loading.gguf.config import read_config
 from engine_svc.model.loading.gguf.file import read_model
@@ -77,6 +80,16 @@ def test_many_openers_at_once_get_one_whole_folder(tmp_path: Path, cache: Path) 
     assert list(cache.iterdir()) == [folders[0]]
     assert set(folders) == {folders[0]}
     assert read(folders[0], "tokenizer.json")["model"]["type"] == "BPE"
+
+
+def test_what_is_made_of_a_file_is_not_checked_at_each_start(tmp_path: Path) -> None:
+    folder = opened(tiny_llama(), tmp_path)
+    (folder / "tokenizer.json").write_text("{")
+    check_start(EngineConfig(model=str(folder)))
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not JSON"):
+        check_start(EngineConfig(model=str(other)))
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
