@@ -149,9 +149,9 @@ class PackLinear(Protocol):
         quantization: "" keeps the weight as it is; "int8" stores int8 with one fp32 scale per output
         (symmetric, absolute maximum over 127); ValueError if the device has no such kernel. A weight
         that is quantized already, in a way that the device has no kernel for, is dequantized.
-        activations: "exact" multiplies rows as they are; "int8" rounds them, for a weight that is quantized
-        already, to int8 with one scale per group of inputs, where the device has a kernel for that; "auto" is
-        the faster of them.
+        activations: one of the device's, see Ops. "exact" multiplies rows as they are; "int8" rounds them to
+        int8, with one scale per group of inputs, where a kernel does that for a weight that is quantized
+        already.
         """
 
 
@@ -262,6 +262,7 @@ class Ops:
     name: str
     is_batch_invariant: bool  # a token's result depends on no other row and not on how a prompt was chunked
     needs_clean_blocks: bool  # masked positions must hold finite numbers
+    activations: tuple[str, ...]  # how rows may be multiplied with quantized weights, the fastest first
     pack_linear: PackLinear
     pack_gated_linear: PackLinear  # of gates over ups, [2 F, K]: silu_and_mul of the projection, [T, F]
     pack_experts: PackExperts
@@ -279,6 +280,9 @@ class Ops:
     # Arguments: A [r, in_features], B [out_features, r], and a scale. May run in any thread.
     pack_low_rank: Callable[[Tensor, Tensor, float], LowRankMatrices]
     make_low_rank: MakeLowRank
+    # Of a packed projection, what gives rows [T, in_features] of its weight by their indices [T] int64, in
+    # the dtype of its inputs. None where only products can be made of it.
+    look_up: Callable[[Linear], Callable[[Tensor], Tensor] | None] = lambda linear: None
     # Arguments: layers, final_norm and cos_sin. None if the layers, or this device, do not support it.
     fuse_layers: Callable[[Sequence[DenseLayer], Tensor, Tensor], FusedLayers | None] = (
         lambda layers, final_norm, cos_sin: None

@@ -34,6 +34,8 @@ def test_every_op_of_the_table_is_measured():
         "name",
         "is_batch_invariant",
         "needs_clean_blocks",
+        "activations",
+        "look_up",
     }
 
 

@@ -40,6 +40,7 @@ def native_ops(widest: str = "amx") -> Ops | None:
         name=_NAMES[isa.name],
         is_batch_invariant=True,
         needs_clean_blocks=False,
+        activations=("int8", "exact"),
         pack_linear=functools.partial(linear.pack_linear, isa),
         pack_gated_linear=functools.partial(linear.pack_gated_linear, isa),
         pack_experts=functools.partial(experts.pack_experts, isa),
@@ -54,6 +55,7 @@ def native_ops(widest: str = "amx") -> Ops | None:
         silu_and_mul=functools.partial(elementwise.silu_and_mul, isa),
         greedy=functools.partial(elementwise.greedy, isa),
         greedy_linear=linear.greedy_linear,
+        look_up=linear.look_up,
         penalise=penalties.penalise,
         apply_token_mask=token_mask.apply_token_mask,
     )

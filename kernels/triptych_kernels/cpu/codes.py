@@ -1,4 +1,4 @@
-"""How the native kernels store a quantized weight: codes of 4 or 8 bits, with scales and minima of groups.
+"""How the native kernels store a quantized weight: codes of 4, 6 or 8 bits, with scales and minima of groups.
 
 groups.h has the arithmetic. Rows are multiplied as they are, or rounded to int8 by groups, which is faster
 and needs codes that stand for whole numbers. Weights keep their numbers, except scales that fp16 does not
@@ -19,7 +19,7 @@ from torch import Tensor
 from triptych_kernels.cpu.loader import Isa
 from triptych_kernels.quantized import QuantizedWeight
 
-_GROUP_STEP = 8
+_GROUP_STEP, _STEP_OF_6_BITS = 8, 16  # a group has a multiple of these inputs
 _MIN_GROUP = 16
 _ROW_DTYPES = (torch.bfloat16, torch.float32)
 _MAX_INT8_GROUP = 128
@@ -33,7 +33,7 @@ _FP16_EXPONENT = 15
 class Numbers:
     """What codes stand for, and how kernels store them."""
 
-    bits: int  # of a stored code, 4 or 8
+    bits: int  # of a stored code: 4, 8 or, for rows of int8, 6
     stored: Tensor  # [256] uint8: the code that is stored for each of a checkpoint
     table: Tensor | None = None  # of the stored codes; None: they are the numbers themselves
     step: float = 1.0  # the numbers are as many steps
@@ -92,7 +92,7 @@ def find_codes(isa: Isa, weight: QuantizedWeight, activations: str) -> Codes | s
         values = (weight.values - zero)[: highest + 1]
         values[:lowest] = 0.0
         numbers = find_numbers(values, weight.bits)
-        if numbers is not None:
+        if numbers is not None and (numbers.bits != 6 or group_size % _STEP_OF_6_BITS == 0):
             chosen = weight if group_size == size else _in_parts(weight, size, group_size)
             return _as_codes(chosen, numbers, zero, group_size, order)
     return "kernels cannot look up what codes stand for"
@@ -118,7 +118,7 @@ def _exact(values: Tensor, bits: int) -> Numbers | None:
     if not torch.equal(values.bfloat16().float().nan_to_num(), values.nan_to_num()):
         return None
     if bits <= 4:
-        return Numbers(4, torch.arange(256).to(torch.uint8), _padded(values, 16))
+        return Numbers(4, _stored(torch.arange(16), 4), _padded(values, 16))
     sizes = values.abs()
     is_nan = sizes.isnan()
     magnitudes = sizes[~is_nan].unique()
@@ -129,7 +129,7 @@ def _exact(values: Tensor, bits: int) -> Numbers | None:
         return None
     signs = values.signbit().to(torch.int64) << 7
     low_and_high = _padded(magnitudes, _NUM_MAGNITUDES).bfloat16().view(torch.uint8).view(-1, 2)
-    return Numbers(8, _stored(indices | signs), low_and_high.T.contiguous())
+    return Numbers(8, _stored(indices | signs, 8), low_and_high.T.contiguous())
 
 
 def _signed(values: Tensor, bits: int, stored_bits: int) -> Numbers | None:
@@ -137,45 +137,43 @@ def _signed(values: Tensor, bits: int, stored_bits: int) -> Numbers | None:
     half, step = 1 << (stored_bits - 1), _step_of(values)
     if step is None or stored_bits < bits or not _are_within(values / step, -half, half - 1):
         return None
-    return Numbers(stored_bits, _stored(values / step), step=step)
+    return Numbers(stored_bits, _stored(values / step, stored_bits), step=step)
 
 
-def _for_int8(values: Tensor, bits: int) -> Numbers | None:
-    """Bytes without a sign, of which sixteen are looked up."""
+def _unsigned(values: Tensor, bits: int, stored_bits: int) -> Numbers | None:
+    """For rows of int8: whole numbers less the lowest."""
     step = _step_of(values)
-    if step is None or not _are_within(values / step, -128, 127):
+    if step is None or stored_bits < bits:
         return None
-    numbers = (values / step).to(torch.int64)
-    if bits > 4:
-        return Numbers(8, _stored(numbers + 128), step=step, base=-128, rows_are_int8=True)
-    base = int(numbers.min())
-    table = _padded((numbers - base).to(torch.uint8), 16)
-    return Numbers(4, torch.arange(256).to(torch.uint8), table, step, base, rows_are_int8=True)
-
-
-def _unsigned4_for_int8(values: Tensor, bits: int) -> Numbers | None:
-    """4 bits without a sign."""
-    step = _step_of(values)
-    if step is None or bits > 4 or not _are_within(values / step, -128, 127):
+    base = int((values / step).min())
+    if not _are_within(values / step - base, 0, (1 << stored_bits) - 1):
         return None
-    numbers = values / step
-    base = int(numbers.min())
-    if not _are_within(numbers, base, base + 15):
+    stored = _stored(values / step - base, stored_bits)
+    return Numbers(stored_bits, stored, step=step, base=base, rows_are_int8=True)
+
+
+def _looked_up(values: Tensor, bits: int) -> Numbers | None:
+    """For rows of int8: sixteen whole numbers less the lowest."""
+    found = _unsigned(values, bits, 8)
+    if found is None or bits > 4:
         return None
-    return Numbers(4, _stored(numbers - base), step=step, base=base, rows_are_int8=True)
+    return replace(found, bits=4, stored=_stored(torch.arange(16), 4), table=found.stored[:16].clone())
 
 
-def _signed8_for_int8(values: Tensor, bits: int) -> Numbers | None:
+def _signed_for_int8(values: Tensor, bits: int) -> Numbers | None:
     found = _signed(values, bits, 8)
     return None if found is None else replace(found, rows_are_int8=True)
 
 
 _Form = Callable[[Tensor, int], Numbers | None]
-# The best first.
+# The narrowest first.
 _EXACT: list[_Form] = [_exact]
-_FOR_INT8: list[_Form] = [_for_int8]
 _EXACT_ON_AVX2: list[_Form] = [functools.partial(_signed, stored_bits=bits) for bits in (4, 8)]
-_FOR_INT8_ON_AVX2: list[_Form] = [_unsigned4_for_int8, _signed8_for_int8]
+_FOR_INT8: list[_Form] = [_looked_up, *(functools.partial(_unsigned, stored_bits=bits) for bits in (6, 8))]
+_FOR_INT8_ON_AVX2: list[_Form] = [
+    *(functools.partial(_unsigned, stored_bits=bits) for bits in (4, 6)),
+    _signed_for_int8,
+]
 
 
 def _step_of(values: Tensor) -> float | None:
@@ -187,9 +185,9 @@ def _are_within(values: Tensor, lowest: int, highest: int) -> bool:
     return bool(((values >= lowest) & (values <= highest)).all())
 
 
-def _stored(numbers: Tensor) -> Tensor:
-    """[256] bytes: the number of each code, as the lowest of its bits."""
-    return _padded((numbers.to(torch.int64) & 255).to(torch.uint8), 256)
+def _stored(numbers: Tensor, bits: int) -> Tensor:
+    """[256] bytes: the number of each code, in its lowest bits."""
+    return _padded((numbers.to(torch.int64) & ((1 << bits) - 1)).to(torch.uint8), 256)
 
 
 def _as_codes(

@@ -30,18 +30,44 @@ namespace {
 constexpr int code4_shift(int k) { return 4 * (k / 2) + 16 * (k % 2); }
 constexpr int code4_shift_for_int8(int k) { return 4 * (k / 4) + 8 * (k % 4); }
 
-// Stores eight codes of 4 bits of a column into a step of a panel.
-inline void put_code4(char* step, int column, const uint8_t* codes, bool are_for_int8) {
-    uint32_t lane = 0;
-    for (int k = 0; k < 8; ++k) {
-        lane |= static_cast<uint32_t>(codes[k] & 15) << (are_for_int8 ? code4_shift_for_int8(k) : code4_shift(k));
+constexpr int64_t kMostNumbers = 16;  // of a column in a step of any kind of codes
+
+// Where the code of input k of a step is of a column: at a bit of a byte, or its four lowest and its upper bits at
+// different ones. A column's eight codes of 4 bits are neighbours, as are four of 8 bits for rows of int8.
+struct CodeAt {
+    int64_t byte, upper_byte;
+    int shift, upper_shift;
+
+    void put(char* step, int code, bool has_upper) const {
+        const int lower = has_upper ? code & 15 : code;
+        step[byte] = static_cast<char>(step[byte] | lower << shift);
+        if (has_upper) {
+            step[upper_byte] = static_cast<char>(step[upper_byte] | code >> 4 << upper_shift);
+        }
     }
-    std::memcpy(step + 4 * column, &lane, 4);
+    int code(const char* step, int bits) const {
+        const auto bits_at = [&](int64_t at, int first, int count) {
+            return static_cast<uint8_t>(step[at]) >> first & ((1 << count) - 1);
+        };
+        return bits == 6 ? bits_at(byte, shift, 4) | bits_at(upper_byte, upper_shift, 2) << 4
+                         : bits_at(byte, shift, bits);
+    }
+};
+inline CodeAt code_at(WeightKind kind, int column, int64_t k) {
+    if (kind == WeightKind::kCodes8) {
+        return {byte_of_pairs(column, k), 0, 0, 0};
+    }
+    const int64_t lanes = 4 * kPanelColumns, lane = 4 * column;
+    if (kind == WeightKind::kCodes8ForInt8) {
+        return {k / 4 * lanes + lane + k % 4, 0, 0, 0};
+    }
+    const int eighth = static_cast<int>(k % 8);
+    const int bit = kind == WeightKind::kCodes4 ? code4_shift(eighth) : code4_shift_for_int8(eighth);
+    // Of 6 bits, the upper two of sixteen codes follow their lower ones.
+    return {k / 8 * lanes + lane + bit / 8, 2 * lanes + lane + k % 4, bit % 8, static_cast<int>(2 * (k / 4))};
 }
-// Code k of 8 bits of a column for rows of int8: four of a column are neighbours.
-inline void put_code8_for_int8(char* group, int column, int64_t k, uint8_t code) {
-    group[k / 4 * 4 * kPanelColumns + 4 * column + k % 4] = static_cast<char>(code);
-}
+// Numbers of a column in a step that code_at knows.
+inline int64_t numbers_of_step(WeightKind kind) { return bits_of(kind) == 6 ? 16 : 8; }
 
 // What codes have in common that are multiplied with rows as they are.
 struct PlainRows {
@@ -252,14 +278,58 @@ void multiply_by_groups(const PackedWeight& weight, const RowBlocks& blocks, con
     }
 }
 
+// What a stored code stands for.
+inline float number_of(const PackedWeight& weight, int code) {
+    switch (weight.kind) {
+        case WeightKind::kCodes4:
+            return number_of_code4(weight.groups.table, code);
+        case WeightKind::kCodes8:
+            return number_of_code8(weight.groups.table, code);
+        case WeightKind::kCodes4ForInt8:
+            return static_cast<float>(whole_of_code4(weight.groups.table, code) + weight.groups.base);
+        case WeightKind::kCodes6ForInt8:
+            return static_cast<float>(code + weight.groups.base);
+        default:
+            return static_cast<float>(whole_of_code8(code) + weight.groups.base);
+    }
+}
+
+// Row n of a weight of codes: its numbers in the order of the inputs, times row_scale.
+inline void take_weight_row(const PackedWeight& weight, int64_t n, float row_scale, float* out) {
+    const int column = static_cast<int>(n % kPanelColumns);
+    const int64_t size = weight.groups.size, at_once = numbers_of_step(weight.kind);
+    const int64_t step_bytes = weight.code_bytes() * at_once / size;
+    const char* group = weight.panels + n / kPanelColumns * weight.panel_bytes();
+    for (int64_t first = 0; first < weight.in_features; first += size, group += weight.group_bytes()) {
+        const auto scale_at = [&](int64_t offset) {
+            float lanes[16];
+            store(lanes, load_scales(group + offset, column / 16 * 16, weight.groups.are_fp32));
+            return lanes[column % 16];
+        };
+        const float scale = scale_at(weight.code_bytes());
+        const float minimum = weight.groups.has_minima ? scale_at(weight.code_bytes() + weight.scale_bytes()) : 0.0f;
+        for (int64_t k = 0; k < std::min(size, weight.in_features - first); ++k) {
+            const CodeAt at = code_at(weight.kind, column, k % at_once);
+            const int code = at.code(group + k / at_once * step_bytes, bits_of(weight.kind));
+            const int64_t to = weight.groups.order == nullptr ? first + k : weight.groups.order[first + k];
+            out[to] = (number_of(weight, code) * scale - minimum) * row_scale;
+        }
+    }
+}
+
 // The same; rows and weight may be of any kind with groups.
 template <class Store>
 void multiply_codes(const PackedWeight& weight, const RowBlocks& blocks, const uint32_t* rows, int64_t first,
                     int64_t end, const Store& store) {
     if (weight.form == RowForm::kInt8) {
-        return weight.kind == WeightKind::kCodes4ForInt8
-                   ? multiply_by_groups<Codes4ForInt8>(weight, blocks, rows, first, end, store)
-                   : multiply_by_groups<Codes8ForInt8>(weight, blocks, rows, first, end, store);
+        switch (bits_of(weight.kind)) {
+            case 4:
+                return multiply_by_groups<Codes4ForInt8>(weight, blocks, rows, first, end, store);
+            case 6:
+                return multiply_by_groups<Codes6ForInt8>(weight, blocks, rows, first, end, store);
+            default:
+                return multiply_by_groups<Codes8ForInt8>(weight, blocks, rows, first, end, store);
+        }
     }
     const auto multiply_as = [&](auto rows_are_fp32) {
         constexpr bool kRowsAreFp32 = rows_are_fp32.value;

@@ -92,7 +92,8 @@ void pack_wide(const char* weight, int64_t row_stride_bytes, const PackedWeight&
     }
 }
 
-// Codes that are laid out from a checkpoint's: [N, K] bytes, which `stored` maps, and [N, G] scales and minima.
+// Codes to lay out: [N, K] bytes of a checkpoint, which `stored` maps, to no more bits than they are stored in; [N, G]
+// scales and minima.
 struct Codes {
     const uint8_t* codes;
     int64_t row_stride;
@@ -103,28 +104,21 @@ struct Codes {
 void pack_codes(const Codes& source, const PackedWeight& packed, char* out) {
     std::memset(out, 0, packed.num_panels() * packed.panel_bytes());
     const int64_t size = packed.groups.size, num_groups = packed.num_groups(), scale_bytes = packed.scale_bytes();
-    const int64_t element_bytes = packed.groups.are_fp32 ? 4 : 2;
+    const int64_t element_bytes = packed.groups.are_fp32 ? 4 : 2, at_once = numbers_of_step(packed.kind);
+    const int64_t step_bytes = packed.code_bytes() * at_once / size;
+    const bool has_upper = bits_of(packed.kind) == 6;
     for (int64_t n = 0; n < packed.out_features; ++n) {
         const int column = static_cast<int>(n % kPanelColumns);
+        CodeAt places[kMostNumbers];
+        for (int64_t k = 0; k < at_once; ++k) {
+            places[k] = code_at(packed.kind, column, k);
+        }
         const uint8_t* codes = source.codes + n * source.row_stride;
         char* group = out + n / kPanelColumns * packed.panel_bytes();
-        for (int64_t g = 0; g < num_groups; ++g, group += packed.group_bytes()) {
+        for (int64_t g = 0; g < num_groups; ++g, codes += size, group += packed.group_bytes()) {
             const int64_t count = std::min(size, packed.in_features - g * size);
-            const auto stored = [&](int64_t k) { return k < count ? source.stored[codes[g * size + k]] : uint8_t{0}; };
-            if (packed.has_codes4()) {
-                for (int64_t k = 0; k < size; k += 8) {
-                    uint8_t eight[8];
-                    for (int64_t i = 0; i < 8; ++i) {
-                        eight[i] = stored(k + i);
-                    }
-                    put_code4(group + k / 8 * 4 * kPanelColumns, column, eight,
-                              packed.kind == WeightKind::kCodes4ForInt8);
-                }
-            } else {
-                for (int64_t k = 0; k < count; ++k) {
-                    packed.kind == WeightKind::kCodes8 ? put_byte(group, column, k, stored(k))
-                                                       : put_code8_for_int8(group, column, k, stored(k));
-                }
+            for (int64_t k = 0; k < count; ++k) {
+                places[k % at_once].put(group + k / at_once * step_bytes, source.stored[codes[k]], has_upper);
             }
             const auto put = [&](const char* numbers, char* to) {
                 std::memcpy(to + column * element_bytes, numbers + (n * num_groups + g) * element_bytes, element_bytes);
@@ -398,6 +392,37 @@ bool run_greedy(const LinearPlan& plan, const GreedyCall& call) {
     return true;
 }
 
+// Rows of the weight of a plan with one part, which has codes. out: in the dtype of the plan's inputs.
+Outcome take_weight_rows(const LinearPlan& plan, const int64_t* rows, int64_t num_rows, char* out) {
+    const LinearPart& part = plan.parts.front();
+    const PackedWeight& weight = part.weight;
+    if (!std::all_of(rows, rows + num_rows, [&](int64_t row) { return row >= 0 && row < weight.out_features; })) {
+        return failed(PyExc_IndexError, "a row is not below %lld", static_cast<long long>(weight.out_features));
+    }
+    std::atomic<bool> has_memory{true};
+    constexpr int64_t kRowsOfTask = 4;
+    parallel_for((num_rows + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task) {
+        for (int64_t i = task * kRowsOfTask; i < std::min(num_rows, (task + 1) * kRowsOfTask); ++i) {
+            const float scale = part.scales == nullptr ? 1.0f : part.scales[rows[i]];
+            char* to = out + i * weight.row_bytes();
+            if (weight.rows_are_fp32) {
+                take_weight_row(weight, rows[i], scale, reinterpret_cast<float*>(to));
+                continue;
+            }
+            auto* wide = static_cast<float*>(scratch(kScratchGemmPanel, 4 * weight.in_features));
+            if (wide == nullptr) {
+                has_memory = false;
+                return;
+            }
+            take_weight_row(weight, rows[i], scale, wide);
+            for_vectors(weight.in_features, [&](int64_t k, auto lanes) {
+                Bf16::store(reinterpret_cast<uint16_t*>(to) + k, lanes, Fp32::load(wide + k, lanes));
+            });
+        }
+    });
+    return done_if(has_memory);
+}
+
 void delete_plan(PyObject* capsule) {
     delete static_cast<LinearPlan*>(PyCapsule_GetPointer(capsule, kPlanName));
 }
@@ -525,6 +550,10 @@ Outcome run_greedy_of(const int64_t* n) {
     return done_if(run_greedy(plan, call));
 }
 
+Outcome run_weight_rows_of(const int64_t* n) {
+    return take_weight_rows(plan_of(n), reinterpret_cast<const int64_t*>(n[1]), n[2], reinterpret_cast<char*>(n[3]));
+}
+
 constexpr Kernel kLinear{"linear", kPlanName, 5, 0, run_linear_of, linear_keeps_lock,
                          "linear(plan, x, x_row_stride, out, M, addend): out = x W^T * scales + bias + addend."};
 constexpr Kernel kLinearLowRank{
@@ -536,14 +565,18 @@ constexpr Kernel kGreedyLinear{
     "greedy_linear", kPlanName, 7, 0, run_greedy_of, nullptr,
     "greedy_linear(plan, x, x_row_stride, M, kept, row_of, highest, tokens): see linear.py."};
 
+constexpr Kernel kWeightRows{"weight_rows", kPlanName, 3, 0, run_weight_rows_of, nullptr,
+                             "weight_rows(plan, rows, count, out): rows of the weight of a plan with one part of "
+                             "codes."};
+
 }  // namespace
 }  // namespace triptych
 
 PyMethodDef TRIPTYCH_METHODS(linear)[] = {
     TRIPTYCH_METHOD(packed_bytes,
                     "packed_bytes(*layout) -> bytes of a packed weight. layout: kind (0 bf16, 1 fp32, 2 int8, 3 codes "
-                    "of 4 bits, 4 of 8 bits, 5 and 6 these for rows of int8), N, K; of codes group_size, has_minima, "
-                    "scales_are_fp32, else zeros."),
+                    "of 4 bits, 4 of 8; for rows of int8 5, 6, 7 of 4, 6, 8 bits), N, K; of codes group_size, "
+                    "has_minima, scales_are_fp32, else zeros."),
     TRIPTYCH_METHOD(pack_weight,
                     "pack_weight(*layout, out, weight, row_stride, stored, scales, minima): lay a weight out as "
                     "panels; the last three of codes: stored maps a byte of the weight to what panels have."),
@@ -554,6 +587,7 @@ PyMethodDef TRIPTYCH_METHODS(linear)[] = {
     TRIPTYCH_KERNEL_METHOD(kLinear),
     TRIPTYCH_KERNEL_METHOD(kLowRank),
     TRIPTYCH_KERNEL_METHOD(kGreedyLinear),
+    TRIPTYCH_KERNEL_METHOD(kWeightRows),
     {nullptr, nullptr, 0, nullptr}};
 const triptych::Kernel* const TRIPTYCH_KERNELS_OF(linear)[] = {
     &triptych::kLinear, &triptych::kLinearLowRank, &triptych::kLowRank, &triptych::kGreedyLinear, nullptr};

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,8 @@ from triptych_kernels.reference import REFERENCE
 logger = logging.getLogger(__name__)
 
 _KIND_OF = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
-_KIND_OF_CODES = {(4, False): 3, (8, False): 4, (4, True): 5, (8, True): 6}  # bits, rows_are_int8
+# By bits, and whether rows are int8.
+_KIND_OF_CODES = {(4, False): 3, (8, False): 4, (4, True): 5, (6, True): 6, (8, True): 7}
 _MAX_INT8 = 127
 _QUANTIZED_AT_ONCE = 1 << 16
 
@@ -74,6 +75,8 @@ class NativeLinear:
         "_num_parts",
         "_out_dtype",
         "_tensors",
+        "_weight_rows",
+        "has_rows",
         "in_features",
         "num_bytes",
         "out_features",
@@ -110,7 +113,10 @@ class NativeLinear:
         self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
         self._dtype, self._out_dtype = dtype, out_dtype
         self._num_columns, self._num_parts = 2 * num_gated or num_outputs, len(parts)
+        # Whether `rows` is there for it.
+        self.has_rows = len(parts) == 1 and not num_gated and parts[0].layout[0] in _KIND_OF_CODES.values()
         self._linear, self._greedy_linear = isa.native.linear, isa.native.greedy_linear
+        self._weight_rows = isa.native.weight_rows
         self.plan = isa.native.make_linear(
             dtype is torch.float32,
             out_dtype is torch.bfloat16,
@@ -156,6 +162,17 @@ class NativeLinear:
         )
         return products, highest, tokens
 
+    def rows(self, indices: Tensor) -> Tensor:
+        """Rows of the weight, [T, in_features] in the dtype of inputs.  indices: [T] int64."""
+        indices = indices.contiguous()
+        if indices.dim() != 1 or indices.dtype is not torch.int64 or not indices.is_cpu:
+            raise ValueError(
+                f"indices are {indices.dtype} {tuple(indices.shape)}: expected int64 [T] on the CPU"
+            )
+        out = torch.empty((indices.shape[0], self.in_features), dtype=self._dtype)
+        self._weight_rows(self.plan, indices.data_ptr(), indices.shape[0], out.data_ptr())
+        return out
+
     def keeps(self, dtype: torch.dtype) -> bool:
         """Whether rows of this dtype give rows of the same dtype."""
         return self._dtype is dtype and self._out_dtype is dtype
@@ -199,6 +216,11 @@ def greedy_linear(linear: Linear, x: Tensor, kept: Tensor) -> tuple[Tensor, Tens
     if isinstance(linear, NativeLinear) and linear.finds_largest:
         return linear.greedy(x, kept)
     return REFERENCE.greedy_linear(linear, x, kept)
+
+
+def look_up(linear: Linear) -> Callable[[Tensor], Tensor] | None:
+    """See ops.Ops.look_up: for a weight of codes, all of one kind."""
+    return linear.rows if isinstance(linear, NativeLinear) and linear.has_rows else None
 
 
 def pack_linear(

@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kTileRows = 16;                // of a register of AMX
 constexpr int64_t kTileBytes = 64 * kTileRows;  // of one; the size of what may be read after a chunk in tiles
 
-// Codes of 4 or 8 bits, laid out for rows as they are, or for rows that are rounded to int8.
+// Codes of some bits, laid out for rows as they are, or for rows that are rounded to int8.
 enum class WeightKind : int {
     kBf16 = 0,
     kFp32 = 1,
@@ -26,8 +26,15 @@ enum class WeightKind : int {
     kCodes4 = 3,
     kCodes8 = 4,
     kCodes4ForInt8 = 5,
-    kCodes8ForInt8 = 6
+    kCodes6ForInt8 = 6,
+    kCodes8ForInt8 = 7
 };
+// Of a code.
+constexpr int bits_of(WeightKind kind) {
+    return kind == WeightKind::kCodes4 || kind == WeightKind::kCodes4ForInt8 ? 4
+           : kind == WeightKind::kCodes6ForInt8                              ? 6
+                                                                             : 8;
+}
 
 // The groups of a weight of codes, see groups.h: a number is what its code stands for, times the scale of its input's
 // group, minus the minimum of the group.
@@ -65,8 +72,7 @@ struct PackedWeight {
     int64_t num_panels() const { return (out_features + kPanelColumns - 1) / kPanelColumns; }
     bool has_groups() const { return groups.size != 0; }
     int64_t num_groups() const { return (in_features + groups.size - 1) / groups.size; }
-    bool has_codes4() const { return kind == WeightKind::kCodes4 || kind == WeightKind::kCodes4ForInt8; }
-    int64_t code_bytes() const { return groups.size * kPanelColumns / (has_codes4() ? 2 : 1); }
+    int64_t code_bytes() const { return groups.size * kPanelColumns * bits_of(kind) / 8; }
     int64_t scale_bytes() const { return kPanelColumns * (groups.are_fp32 ? 4 : 2); }  // as of minima
     // Of a panel: its codes, their scales, and their minima.
     int64_t group_bytes() const { return code_bytes() + scale_bytes() * (groups.has_minima ? 2 : 1); }
@@ -106,8 +112,8 @@ struct PackedWeight {
     // with_amx: whether products of bf16 are the matrix unit's; never those with codes.
     void set_rows(bool are_fp32, bool with_amx) {
         rows_are_fp32 = are_fp32;
-        const bool are_int8 = kind == WeightKind::kCodes4ForInt8 || kind == WeightKind::kCodes8ForInt8;
-        form = are_int8 ? RowForm::kInt8 : form_of_few_rows(are_fp32, with_amx && !has_groups());
+        form = kind >= WeightKind::kCodes4ForInt8 ? RowForm::kInt8
+                                                  : form_of_few_rows(are_fp32, with_amx && !has_groups());
     }
 };
 

@@ -20,6 +20,7 @@ REFERENCE = Ops(
     name="reference",
     is_batch_invariant=False,
     needs_clean_blocks=True,
+    activations=("exact",),
     pack_linear=pack_linear,
     pack_gated_linear=pack_gated_linear,
     pack_experts=pack_experts,

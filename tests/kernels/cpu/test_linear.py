@@ -57,6 +57,7 @@ ALL_KINDS = [
     pytest.param(torch.bfloat16, "6-bit", id="6-bit"),
     pytest.param(torch.bfloat16, JOINED, id=JOINED),
     pytest.param(torch.bfloat16, "4-bit-minima" + INT8_ROWS, id="4-bit-minima-int8-rows"),
+    pytest.param(torch.bfloat16, "6-bit" + INT8_ROWS, id="6-bit-int8-rows"),
     pytest.param(torch.float32, "8-bit-zeros" + INT8_ROWS, id="8-bit-zeros-int8-rows"),
 ]
 # Of a sum of about 1 in fp32, from bf16 products or fp32 ones; and of one rounding to bf16.
@@ -184,16 +185,42 @@ def test_rows_of_int8_are_rounded_by_groups_and_no_further(ops, K, N, dtype, kin
     assert ((rounded - x.float()).abs() <= x.float().abs().amax(1, keepdim=True) / 127 * 0.5001).all()
 
 
-def test_auto_is_int8_rows_where_there_are_kernels(ops: Ops) -> None:
-    x = noise(3, 320, dtype=torch.bfloat16)
-    for kind, is_int8 in (("4-bit", True), ("8-bit-row", True), ("fp8", False)):
-        weight = codes_of(320, 65, torch.bfloat16, kind)
-        auto, int8, as_they_are = (
-            ops.pack_linear(weight, activations=each, out_dtype=torch.float32)(x)
-            for each in ("auto", "int8", "exact")
-        )
-        assert torch.equal(auto, int8)
-        assert torch.equal(auto, as_they_are) == (not is_int8)
+def test_rows_are_not_rounded_for_numbers_that_are_not_whole(ops: Ops) -> None:
+    assert ops.activations == ("int8", "exact")
+    weight, x = codes_of(320, 65, torch.bfloat16, "fp8"), noise(3, 320, dtype=torch.bfloat16)
+    int8, exact = (ops.pack_linear(weight, activations=each)(x) for each in ops.activations)
+    assert torch.equal(int8, exact)
+
+
+@pytest.mark.parametrize("kind", [*CODES, *(kind + INT8_ROWS for kind in CODES)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_rows_of_the_weight_are_the_numbers(ops: Ops, kind: str, dtype: torch.dtype) -> None:
+    weight = codes_of(100, 65, dtype, kind.removesuffix(INT8_ROWS))
+    look_up = ops.look_up(packed(ops.pack_linear, 100, 65, dtype, kind))
+    if kind.startswith("fp8") and ops.name.endswith("avx2"):
+        assert look_up is None
+        return
+    assert look_up is not None
+    indices = torch.tensor([64, 0, 33, 0, 31, 32, 7])
+    rtol = BF16_TOLERANCE if dtype is torch.bfloat16 else FP32_TOLERANCE
+    atol = rtol * 0.1
+    expected, found = weight.dequantize()[indices].float(), look_up(indices)
+    assert found.dtype is dtype
+    if "zeros" in kind:
+        # Minima that are made of zeros are rounded to fp16; a number may then be rounded to the next of bf16.
+        rtol, atol = 2 * rtol, atol + 2.0**-11 * float(expected.abs().max())
+    torch.testing.assert_close(found.float(), expected, rtol=rtol, atol=atol)
+    assert look_up(indices[:0]).shape == (0, 100)
+    with pytest.raises(IndexError, match="a row is not below 65"):
+        look_up(torch.tensor([3, 65]))
+    with pytest.raises(IndexError, match="a row is not below 65"):
+        look_up(torch.tensor([-1]))
+
+
+def test_only_weights_of_one_kind_of_codes_are_looked_up(ops: Ops) -> None:
+    gated = packed(ops.pack_gated_linear, 100, 64, torch.bfloat16, "4-bit")
+    joined, wide = (packed(ops.pack_linear, 100, 64, torch.bfloat16, kind) for kind in (JOINED, ""))
+    assert [ops.look_up(each) for each in (gated, joined, wide)] == [None, None, None]
 
 
 @pytest.mark.parametrize(("K", "N"), [(63, 129), (320, 640), (2, 33)])
@@ -324,11 +351,20 @@ def test_every_output_is_written_and_nothing_behind_it(isa: Isa, num_rows: int, 
 
 @pytest.mark.parametrize(
     ("kind", "bits_a_number"),
-    [("4-bit", 4.5), ("4-bit-minima", 5.0), ("4-bit-zero", 4.25), ("6-bit", 9.0), ("8-bit", 8.5)],
+    [
+        ("4-bit", 4.5),
+        ("4-bit-minima", 5.0),
+        ("4-bit-zero", 4.25),
+        ("6-bit", 9.0),
+        ("8-bit", 8.5),
+        ("4-bit-minima" + INT8_ROWS, 5.0),
+        ("6-bit" + INT8_ROWS, 7.0),
+        ("8-bit" + INT8_ROWS, 8.5),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_codes_keep_their_width(ops: Ops, kind: str, bits_a_number: float, dtype: torch.dtype) -> None:
-    linear = ops.pack_linear(codes_of(1024, 640, dtype, kind))
+    linear = packed(ops.pack_linear, 1024, 640, dtype, kind, has_bias=False)
     if kind == "4-bit-minima" and dtype is torch.float32 and ops.name.endswith("avx2"):
         # Codes have a sign there, and minima the more bits.
         bits_a_number += 1.0

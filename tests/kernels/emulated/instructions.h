@@ -346,6 +346,14 @@ TRIPTYCH_CALLED __m512i _mm512_broadcast_i64x4(__m256i a) {
     const Lanes<uint64_t, __m256i> x(a);
     return words_of<uint64_t>([&](int i) { return x.at[i % 4]; });
 }
+TRIPTYCH_CALLED __m512i _mm512_broadcast_i32x4(__m128i a) {
+    const Lanes<uint32_t, __m128i> x(a);
+    return words_of<uint32_t>([&](int i) { return x.at[i % 4]; });
+}
+TRIPTYCH_CALLED __m512i _mm512_permutexvar_epi8(__m512i places, __m512i a) {
+    const WordLanes<uint8_t> from(places), x(a);
+    return words_of<uint8_t>([&](int i) { return x.at[from.at[i] % 64]; });
+}
 TRIPTYCH_CALLED __m512i _mm512_permutexvar_epi16(__m512i places, __m512i a) {
     const WordLanes<uint16_t> from(places), x(a);
     return words_of<uint16_t>([&](int i) { return x.at[from.at[i] % 32]; });
@@ -367,6 +375,28 @@ TRIPTYCH_CALLED __m512i _mm512_permutex2var_epi8(__m512i a, __m512i places, __m5
     });
 }
 
+TRIPTYCH_CALLED __m512i _mm512_dpbusd_epi32(__m512i sums, __m512i a, __m512i b) {
+    const WordLanes<int32_t> sum(sums);
+    const WordLanes<uint8_t> x(a);
+    const WordLanes<int8_t> y(b);
+    return words_of<int32_t>([&](int i) {
+        int32_t total = sum.at[i];
+        for (int byte = 4 * i; byte < 4 * i + 4; ++byte) total += x.at[byte] * y.at[byte];
+        return total;
+    });
+}
+TRIPTYCH_CALLED __m512 _mm512_cvtepi32_ps(__m512i a) {
+    const WordLanes<int32_t> x(a);
+    return floats_of([&](int i) { return static_cast<float>(x.at[i]); });
+}
+TRIPTYCH_CALLED __m512i _mm512_cvtps_epi32(__m512 a) {
+    const FloatLanes x(a);
+    return words_of<int32_t>([&](int i) { return static_cast<int32_t>(std::nearbyintf(x.at[i])); });
+}
+TRIPTYCH_CALLED __m128i _mm512_cvtepi32_epi8(__m512i a) {
+    const WordLanes<int32_t> x(a);
+    return lanes_of<int8_t, __m128i>([&](int i) { return static_cast<int8_t>(x.at[i]); });
+}
 TRIPTYCH_CALLED __m512 _mm512_cvtph_ps(__m256i a) {
     const Lanes<__m128i, __m256i> halves(a);
     const __m256 low = _mm256_cvtph_ps(halves.at[0]), high = _mm256_cvtph_ps(halves.at[1]);

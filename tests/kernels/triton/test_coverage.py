@@ -13,9 +13,9 @@ from tests.kernels import triton as tests_of_kernels
 from triptych_kernels import Ops
 
 _MIN_SHAPES = 3
-_FACTS = {"name", "is_batch_invariant", "needs_clean_blocks"}
-# Other ops in a row, for a CPU: on a GPU a recorded step does without the calls.
-_OF_A_CPU = {"fuse_layers"}
+_FACTS = {"name", "is_batch_invariant", "needs_clean_blocks", "activations"}
+# Other ops in a row, for which a recorded step needs no call; rows of weights of codes, which a GPU has not.
+_OF_A_CPU = {"fuse_layers", "look_up"}
 # The reference's own: it keeps matrices as they are.
 _OF_THE_REFERENCE = {"pack_low_rank"}
 OPS = sorted(

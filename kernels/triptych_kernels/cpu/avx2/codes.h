@@ -10,7 +10,7 @@
 namespace triptych {
 namespace {
 
-// Eight codes of a column in 32 bits, see put_code4: numbers from -8 to 7. If rows are bf16, the second of each pair is
+// Eight codes of a column in 32 bits, see code4_shift: numbers from -8 to 7. If rows are bf16, the second of each pair is
 // multiplied first.
 template <bool kRowsAreFp32>
 struct Codes4 : PlainRows {
@@ -55,6 +55,12 @@ struct Codes8 : PlainRows {
     TRIPTYCH_INLINE Floats add_product(Floats sum, Words x, Words w) const { return add_in_place(sum, x, w); }
 };
 
+// What a code stands for; for rows of int8, the number that is multiplied.
+inline float number_of_code4(const uint8_t*, int code) { return static_cast<float>(code < 8 ? code : code - 16); }
+inline float number_of_code8(const uint8_t*, int code) { return static_cast<float>(static_cast<int8_t>(code)); }
+inline int whole_of_code4(const uint8_t*, int code) { return code; }
+inline int whole_of_code8(int code) { return static_cast<int8_t>(code); }
+
 // sum + the four products of a lane's bytes, those of a without sign. Two of them must add up to at most 15 bits.
 TRIPTYCH_INLINE __m256i add_byte_products(__m256i sum, __m256i a, __m256i b) {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1)));
@@ -76,6 +82,33 @@ struct Codes4ForInt8 : Int8Rows {
     }
     TRIPTYCH_INLINE Words add_product(Words sum, Words x, Words w) const {
         return {add_byte_products(sum.low, w.low, x.low), add_byte_products(sum.high, w.high, x.high)};
+    }
+};
+
+// Of rows of int8, sixteen codes of a column: the lower 4 bits of eight and eight in 32 bits each, then the upper 2 of
+// all: numbers from 0 to 63.
+struct Codes6ForInt8 : Int8Rows {
+    static constexpr int64_t kStep = 3 * kUnitBytes;
+    static constexpr int kNumbers = 16;
+    static constexpr int kParts = 4;
+
+    explicit Codes6ForInt8(const uint8_t*) {}
+    template <int part>
+    TRIPTYCH_INLINE void load_part(const char* step, Words (&lanes)[kVectors]) const {
+        const Words low = load_words(step + part / 2 * kUnitBytes), upper = load_words(step + 2 * kUnitBytes);
+        lanes[0] = {joined<part>(low.low, upper.low), joined<part>(low.high, upper.high)};
+    }
+    TRIPTYCH_INLINE Words add_product(Words sum, Words x, Words w) const {
+        return {add_byte_products(sum.low, w.low, x.low), add_byte_products(sum.high, w.high, x.high)};
+    }
+
+private:
+    template <int part>
+    TRIPTYCH_INLINE static __m256i joined(__m256i low, __m256i upper) {
+        const __m256i high =
+            part < 3 ? _mm256_slli_epi32(upper, part < 3 ? 4 - 2 * part : 0) : _mm256_srli_epi32(upper, 2);
+        return _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi32(low, part % 2 * 4), _mm256_set1_epi8(0x0F)),
+                               _mm256_and_si256(high, _mm256_set1_epi8(0x30)));
     }
 };
 

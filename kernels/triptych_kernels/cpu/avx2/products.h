@@ -40,6 +40,7 @@ bool multiply_panels(const PackedWeight& weight, const RowBlocks& blocks, const 
         case WeightKind::kCodes4:
         case WeightKind::kCodes8:
         case WeightKind::kCodes4ForInt8:
+        case WeightKind::kCodes6ForInt8:
         case WeightKind::kCodes8ForInt8:
             break;  // see above
     }

@@ -140,12 +140,12 @@ TRIPTYCH_INLINE void store_panel(float* to, PanelMask mask, const Floats (&value
     mask == 0xFFFF ? store(to, values[0]) : store_part(to, mask, values[0]);
 }
 
-// Stores byte k of a column into a panel of pairs of bytes.
-inline void put_byte(char* panel, int column, int64_t k, int byte) {
-    panel[k / 2 * kInt8UnitBytes + k % 2 * 16 + column] = static_cast<char>(byte);
+// Where a panel of pairs of bytes has byte k of a column.
+inline int64_t byte_of_pairs(int column, int64_t k) { return k / 2 * kInt8UnitBytes + k % 2 * 16 + column; }
+// Stores number k of a column into a panel of int8 pairs.
+inline void put_int8(char* panel, int column, int64_t k, int value) {
+    panel[byte_of_pairs(column, k)] = static_cast<char>(value);
 }
-// Number k of a column of int8 pairs.
-inline void put_int8(char* panel, int column, int64_t k, int value) { put_byte(panel, column, k, value); }
 
 }  // namespace
 }  // namespace triptych

@@ -10,7 +10,7 @@
 namespace triptych {
 namespace {
 
-// Eight codes of a column in 32 bits, see put_code4. table: sixteen fp32, each a bf16 too.
+// Eight codes of a column in 32 bits, see code4_shift. table: sixteen fp32, each a bf16 too.
 template <bool kRowsAreFp32>
 struct Codes4 : PlainRows {
     static constexpr int64_t kStep = kUnitBytes;
@@ -67,6 +67,18 @@ struct Codes8 : PlainRows {
     }
 };
 
+// What a code stands for; for rows of int8, the number that is multiplied.
+inline float number_of_code4(const uint8_t* table, int code) { return reinterpret_cast<const float*>(table)[code]; }
+inline float number_of_code8(const uint8_t* table, int code) {
+    const int magnitude = code & 127;
+    const auto bits = static_cast<uint32_t>(table[magnitude] | table[128 + magnitude] << 8 | (code & 128) << 8) << 16;
+    float number;
+    std::memcpy(&number, &bits, 4);
+    return number;
+}
+inline int whole_of_code4(const uint8_t* table, int code) { return table[code]; }
+inline int whole_of_code8(int code) { return code; }
+
 // Of rows of int8, bytes that are multiplied as unsigned numbers.
 struct BytesForInt8 : Int8Rows {
     TRIPTYCH_INLINE Words add_product(Words sum, Words x, Words w) const { return _mm512_dpbusd_epi32(sum, w, x); }
@@ -87,6 +99,28 @@ struct Codes4ForInt8 : BytesForInt8 {
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
             lanes[v] = _mm512_permutexvar_epi8(_mm512_srli_epi32(load_words(step + 64 * v), 4 * part), bytes);
+        }
+    }
+};
+
+// Sixteen codes of a column: the lower 4 bits of eight and eight in 32 bits each, then the upper 2 of all.
+struct Codes6ForInt8 : BytesForInt8 {
+    static constexpr int64_t kStep = 3 * kUnitBytes;
+    static constexpr int kNumbers = 16;
+    static constexpr int kParts = 4;
+
+    explicit Codes6ForInt8(const uint8_t*) {}
+    template <int part>
+    TRIPTYCH_INLINE void load_part(const char* step, Words (&lanes)[kVectors]) const {
+        const Words lower = _mm512_set1_epi8(15), all = _mm512_set1_epi8(63);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+            const Words low = _mm512_srli_epi32(load_words(step + part / 2 * kUnitBytes + 64 * v), part % 2 * 4);
+            const Words upper = load_words(step + 2 * kUnitBytes + 64 * v);
+            const Words high = part < 3 ? _mm512_slli_epi32(upper, part < 3 ? 4 - 2 * part : 0)
+                                        : _mm512_srli_epi32(upper, 2);
+            // 0xCA: lower ? low : high.
+            lanes[v] = both(_mm512_ternarylogic_epi32(lower, low, high, 0xCA), all);
         }
     }
 };

@@ -191,14 +191,14 @@ TRIPTYCH_INLINE void store_panel(float* to, PanelMask mask, const Floats (&value
     store_part(to + 16, static_cast<Mask>(mask >> 16), values[1]);
 }
 
-// Stores byte k of a column into a panel of pairs of bytes, so that widening leaves columns in order.
-inline void put_byte(char* panel, int column, int64_t k, int byte) {
+// Where a panel of pairs of bytes has byte k of a column, so that widening leaves columns in order.
+inline int64_t byte_of_pairs(int column, int64_t k) {
     const int offset = 16 * (column % 16 / 4) + 8 * (column / 16) + 2 * (column % 4);
-    panel[k / 2 * kInt8UnitBytes + offset + k % 2] = static_cast<char>(byte);
+    return k / 2 * kInt8UnitBytes + offset + k % 2;
 }
-// Number k of a column of int8 pairs.
+// Stores number k of a column into a panel of int8 pairs.
 inline void put_int8(char* panel, int column, int64_t k, int value) {
-    put_byte(panel, column, k, value < 0 ? 0x80 | -value : value);
+    panel[byte_of_pairs(column, k)] = static_cast<char>(value < 0 ? 0x80 | -value : value);
 }
 
 // Units of int8 pairs as units of bf16 pairs.
