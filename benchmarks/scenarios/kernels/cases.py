@@ -12,11 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from triptych_kernels import AttentionBatch, DenseLayer, Ops, Penalised, uniform_noise
+from triptych_kernels import AttentionBatch, DenseLayer, Ops, Penalised, QuantizedWeight, uniform_noise
 
 _BLOCK_SIZE = 16
 _LOW_RANK = 16
 _NUM_SLOTS = 4
+# Of quantized weights: bits, inputs of a group, and whether groups have minima.
+_CODES = {
+    "4-bit": (4, 32, False),
+    "4-bit minima": (4, 32, True),
+    "6-bit": (6, 16, False),
+    "8-bit": (8, 32, False),
+}
 
 Call = Callable[[], object]
 
@@ -104,6 +111,33 @@ class CaseMaker:
                     num_bytes=x.nbytes + weight_bytes + num_rows * num_outputs * x.itemsize,
                     num_operations=2 * num_rows * weight.numel(),
                 )
+            if self._device.type == "cpu":
+                yield from self._quantized_linears(
+                    f"{name} {num_rows} x {num_inputs} -> {num_outputs}", x, weight
+                )
+
+    def _quantized_linears(self, label: str, x: Tensor, like: Tensor) -> Iterator[KernelCase]:
+        """like: a weight of the same shape."""
+        for name, (bits, group_size, has_minima) in _CODES.items():
+            weight = self._codes(like.shape, bits, group_size, has_minima)
+            num_bytes = like.numel() * bits // 8 + weight.scales.numel() * (4 if has_minima else 2)
+            for activations in ("exact", "int8"):
+                yield KernelCase(
+                    op=f"pack_linear {name} {activations}",
+                    shape=label,
+                    make=_linear_maker(x, weight, activations=activations),
+                    torch_call=_bound(F.linear, x, like),
+                    num_bytes=x.nbytes + num_bytes + x.shape[0] * like.shape[0] * x.itemsize,
+                    num_operations=2 * x.shape[0] * like.numel(),
+                )
+
+    def _codes(self, shape: torch.Size, bits: int, group_size: int, has_minima: bool) -> QuantizedWeight:
+        num_rows, num_columns = shape
+        codes = torch.randint(1, 1 << bits, shape, generator=self._generator, dtype=torch.uint8)
+        scales = torch.rand(num_rows, -(-num_columns // group_size), generator=self._generator).half().float()
+        values = torch.arange(1 << bits).float() - (0 if has_minima else 1 << (bits - 1))
+        minima = scales * 8 if has_minima else None
+        return QuantizedWeight(codes, bits, values, scales, group_size, self._dtype, minima=minima)
 
     def _gated_linear(self, num_rows: int) -> KernelCase:
         hidden, features = self._shape.hidden_size, self._shape.intermediate_size
@@ -370,8 +404,10 @@ def _bound(function: Callable[..., object], *arguments: object) -> Call:
     return lambda: function(*arguments)
 
 
-def _linear_maker(x: Tensor, weight: Tensor, quantization: str) -> Callable[[Ops], Call]:
-    return lambda ops: _bound(ops.pack_linear(weight, quantization=quantization), x)
+def _linear_maker(
+    x: Tensor, weight: Tensor | QuantizedWeight, quantization: str = "", activations: str = "exact"
+) -> Callable[[Ops], Call]:
+    return lambda ops: _bound(ops.pack_linear(weight, quantization=quantization, activations=activations), x)
 
 
 def _attention_maker(
