@@ -132,6 +132,12 @@ class CoreConfig(SecurityOptions):
         help="widest instruction set of the CPU kernels. Each rounds differently: engines on different CPUs "
         "can take over each other's requests if all are set to the narrowest",
     )
+    activations: str = option(
+        "auto",
+        choices=("auto", "exact", "int8"),
+        help="how quantized weights are multiplied: with hidden states as they are, or rounded to int8 by "
+        "blocks, which loses little and is faster; auto: the faster that this device has",
+    )
     tensor_parallel_size: int = option(1, short="tp", help="processes that share every layer of the model")
     pipeline_parallel_size: int = option(
         1, short="pp", help="stages of the model's layers, each in its own processes"

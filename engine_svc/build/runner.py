@@ -129,6 +129,7 @@ def load_options(config: EngineConfig) -> LoadOptions:
         num_threads=config.num_threads,
         is_deterministic=None if config.deterministic == "auto" else config.deterministic == "on",
         cpu_isa=config.cpu_isa,
+        activations=config.activations,
         pooling=config.pooling,
     )
 
@@ -137,7 +138,8 @@ def kernel_mode(config: EngineConfig, loaded: LoadedModel) -> str:
     """Identifies everything that affects reported logprobs; engines that differ in it are not equal."""
     mode = LogprobsMode(config.logprobs_mode)
     suffix = () if mode is LogprobsMode.RAW_LOGPROBS else (mode.value,)
-    return "-".join((loaded.implementation, loaded.ops.name, config.quantization, *suffix))
+    rounding = () if loaded.activations in ("", "exact") else (f"{loaded.activations}-activations",)
+    return "-".join((loaded.implementation, loaded.ops.name, config.quantization, *rounding, *suffix))
 
 
 def make_runner(

@@ -122,6 +122,7 @@ def _network_makers(
             device=device.type,
             num_threads=config.num_threads,
             is_deterministic=None if config.deterministic == "auto" else config.deterministic == "on",
+            activations=config.activations,
         )
         draft = load_model(folder, options, ops=ops)
         return ModelNetwork(draft.model, draft.facts)

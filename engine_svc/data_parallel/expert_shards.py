@@ -35,6 +35,7 @@ class _Held:
     device: torch.device
     dtype: str
     digest: str
+    activations: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class HeldExperts:
                 loaded.device,
                 loaded.facts.dtype,
                 loaded.facts.weights_digest,
+                loaded.activations,
             )
             self._count(loaded.model)
             self._is_released = False
@@ -156,7 +158,12 @@ class HeldExperts:
             assert self._held is not None, "a model is held"
             held = self._held
             builder = expert_builder(
-                held.checkpoint, ops=held.ops, device=held.device, dtype=held.dtype, digest=held.digest
+                held.checkpoint,
+                ops=held.ops,
+                device=held.device,
+                dtype=held.dtype,
+                digest=held.digest,
+                activations=held.activations,
             )
             for layer, spec in enumerate(builder.spec.experts):
                 if spec is not None:

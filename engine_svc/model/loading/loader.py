@@ -59,6 +59,7 @@ class LoadedModel:
     facts: ModelFacts
     ops: Ops
     device: torch.device
+    activations: str = ""  # how rows are multiplied with quantized weights; "": there are none
 
     @property
     def implementation(self) -> str:
@@ -77,6 +78,8 @@ class LoadOptions:
     is_deterministic: logits depend only on the weights and the tokens before; None is True on a CPU, if there
         are kernels for it, and False on a GPU.
     cpu_isa: "auto" uses the widest instructions of the CPU; "avx512" and "avx2" do not use wider ones.
+    activations: how rows are multiplied with quantized weights, "exact" or rounded to "int8"; "auto" is the
+        fastest that the device has.
     pooling: whether and how results are made from hidden states.
     """
 
@@ -87,6 +90,7 @@ class LoadOptions:
     num_threads: int | None = None
     is_deterministic: bool | None = None
     cpu_isa: str = "auto"
+    activations: str = "exact"
     pooling: PoolingOptions | None = None
 
 
@@ -201,10 +205,15 @@ def _load(
     )
     model: NativeDecoder | TransformersModel | EncoderModel
     classify: Head | None = None
+    activations = ""
     if pooling is not None and pooling.has_score_head:
         classify = read_score_head(reader, pooling.num_classes, config.config.hidden_size)
     if _is_native(config, options, parallel, share):
-        model = _native(config, reader, facts, options.quantization, device, ops, parallel, share)
+        chosen = _choose_activations(options.activations, ops)
+        model, is_quantized = _native(
+            config, reader, facts, options.quantization, chosen, device, ops, parallel, share
+        )
+        activations = chosen if is_quantized else ""
         kv_shapes: tuple[KVShape, ...] = model.kv_shapes
         num_parameters = model.num_parameters
         facts = replace(facts, expert_choices=model.expert_choices, state_size=model.hidden_size)
@@ -235,7 +244,17 @@ def _load(
     facts = replace(
         facts, kv_shapes=kv_shapes, num_parameters=num_parameters, hidden_size=model.embedding_size
     )
-    return LoadedModel(model, facts, ops, device)
+    return LoadedModel(model, facts, ops, device, activations)
+
+
+def _choose_activations(requested: str, ops: Ops) -> str:
+    if requested == "auto":
+        return ops.activations[0]
+    if requested not in ops.activations:
+        raise UnsupportedModel(
+            f"activations {requested} have no kernels here, whose ops are {ops.name}: choose auto or exact"
+        )
+    return requested
 
 
 def _note_variance(requested: bool | None, device: torch.device, ops: Ops, where: str, cure: str) -> None:
@@ -341,8 +360,12 @@ def expert_builder(
     device: torch.device,
     dtype: str,
     digest: str,
+    activations: str = "",
 ) -> DecoderBuilder:
-    """Reads more experts of a model loaded from there. CheckpointError if its weights have changed."""
+    """Reads more experts of a model loaded from there. CheckpointError if its weights have changed.
+
+    activations: those of the LoadedModel.
+    """
     folder = checkpoint.folder
     reader = open_weights(checkpoint, ignore_progress, device=device, dtype=_DTYPES[dtype], body=_BODY)
     if weights_digest(folder, reader.files, _DTYPES[dtype], reader.replaced) != digest:
@@ -353,6 +376,7 @@ def expert_builder(
         ops=ops,
         parallel=Solo(),
         dtype=_DTYPES[dtype],
+        activations=activations or "exact",
     )
 
 
@@ -394,11 +418,13 @@ def _native(
     reader: WeightReader,
     facts: ModelFacts,
     quantization: str,
+    activations: str,
     device: torch.device,
     ops: Ops,
     parallel: Parallel,
     share: ExpertShare | None,
-) -> NativeDecoder:
+) -> tuple[NativeDecoder, bool]:
+    """The model, and whether the checkpoint has any of its matrices quantized."""
     spec = read_spec(config.config)
     builder = builder_type(spec)(
         spec=spec,
@@ -407,6 +433,7 @@ def _native(
         parallel=parallel,
         dtype=_DTYPES[facts.dtype],
         quantization=quantization,
+        activations=activations,
         share=share,
         samples=GENERATE in facts.tasks,
     )
@@ -424,7 +451,7 @@ def _native(
             "weights of the checkpoint that the model does not use", extra={"names": listed(unread)}
         )
     reader.finish()
-    return model
+    return model, builder.has_quantized
 
 
 def _rotary_table(config: ModelConfig, facts: ModelFacts) -> Tensor:

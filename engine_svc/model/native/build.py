@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,6 +27,8 @@ from engine_svc.model.native.layers import (
 from engine_svc.model.native.spec import DecoderSpec, ExpertsSpec
 from engine_svc.model.parallel import Parallel
 from triptych_kernels import Experts, Linear, Ops, PackLinear, QuantizedWeight, Weight, as_tensor, join_rows
+
+_TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def expert_range(num_experts: int, rank: int, size: int) -> tuple[int, int]:
@@ -62,11 +65,13 @@ class DecoderBuilder:
     parallel: Parallel
     dtype: torch.dtype
     quantization: str = ""  # of the layers' projections
+    activations: str = "exact"  # of rows that are multiplied with quantized weights
     share: ExpertShare | None = None  # set if the experts are divided over engines
     num_attention_inputs: int | None = None  # of a token; None: the hidden size
     samples: bool = True  # False for a model that only pools, and so needs no logits
     num_parameters: int = 0
     num_bytes: int = 0
+    has_quantized: bool = False  # whether a weight was
 
     def build(self, name: str, cos_sin: Tensor) -> NativeDecoder:
         """The decoder of this rank. Raises CheckpointError for missing or misshapen weights."""
@@ -79,7 +84,8 @@ class DecoderBuilder:
         is_first, is_last = parallel.pp_rank == 0, parallel.pp_rank == parallel.pp_size - 1
         first = spec.num_layers * parallel.pp_rank // parallel.pp_size
         end = spec.num_layers * (parallel.pp_rank + 1) // parallel.pp_size
-        embedding = self._embedding() if is_first else None
+        head = self._head() if is_last and self.samples else None
+        embedding = self._embedding(head) if is_first else None
         layers = [self.layer(f"model.layers.{index}.", index, index - first) for index in range(first, end)]
         final_norm = self.vector("model.norm.weight", spec.hidden_size) if is_last else None
         num_kv_heads = self._num_kv_heads
@@ -90,7 +96,7 @@ class DecoderBuilder:
             embedding=embedding,
             layers=layers,
             final_norm=final_norm,
-            head=self._head() if is_last and self.samples else None,
+            head=head,
             cos_sin=cos_sin,
             kv_shapes=tuple(
                 KVShape(num_kv_heads, spec.head_dim, spec.head_dim, window)
@@ -130,26 +136,43 @@ class DecoderBuilder:
         if self.parallel.pp_size > spec.num_layers:
             raise UnsupportedModel(f"{spec.num_layers} layers do not make {self.parallel.pp_size} stages")
 
-    def _embedding(self) -> TokenEmbedding:
+    def _embedding(self, head: Projection | None) -> TokenEmbedding:
+        """head: of the same table, if it is this rank's and the model ties them."""
         spec, parallel = self.spec, self.parallel
         share = spec.vocab_size // parallel.tp_size
         first = share * parallel.tp_rank
-        weight = self._read("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size), 0, first, share)
-        self._count(weight, weight.nbytes)
+        shared = None if head is None or self._head_name != _TABLE else self.ops.look_up(head.linear)
+        table = self._table(first, share) if shared is None else shared
+        self.num_parameters += share * spec.hidden_size
         whole = slice(None)
         part = ProjectionPart("model.embed_tokens", spec.hidden_size, spec.vocab_size, whole, whole)
-        return TokenEmbedding(weight, first, parallel, part)
+        return TokenEmbedding(table, share, first, parallel, part)
+
+    def _table(self, first: int, count: int) -> Tensor | Callable[[Tensor], Tensor]:
+        """`count` rows of the embedding table from `first` on, or what gives them."""
+        weight = self._weight(_TABLE, (self.spec.vocab_size, self.spec.hidden_size), 0, first, count)
+        if isinstance(weight, QuantizedWeight):
+            packed = self.ops.pack_linear(weight)
+            look_up = self.ops.look_up(packed)
+            if look_up is not None:
+                self.num_bytes += packed.num_bytes
+                return look_up
+        table = as_tensor(weight)
+        self.num_bytes += table.nbytes
+        return table
+
+    @property
+    def _head_name(self) -> str:
+        # As in transformers, a separate head takes precedence, even if the config states tied embeddings.
+        is_tied = self.spec.ties_embeddings and _HEAD not in self.weights.names
+        return _TABLE if is_tied else _HEAD
 
     def _head(self) -> Projection:
-        spec, parallel = self.spec, self.parallel
-        # As in transformers, a separate head takes precedence, even if the config states tied embeddings.
-        name = "lm_head.weight"
-        if spec.ties_embeddings and name not in self.weights.names:
-            name = "model.embed_tokens.weight"
+        spec, parallel, name = self.spec, self.parallel, self._head_name
         share = spec.vocab_size // parallel.tp_size
         weight = self._weight(name, (spec.vocab_size, spec.hidden_size), 0, share * parallel.tp_rank, share)
-        head = self.ops.pack_linear(weight, out_dtype=torch.float32)
-        is_counted = name.startswith("model.") and parallel.pp_rank == 0
+        head = self.ops.pack_linear(weight, out_dtype=torch.float32, activations=self.activations)
+        is_counted = name == _TABLE and parallel.pp_rank == 0
         self.num_parameters += 0 if is_counted else weight.numel()
         self.num_bytes += head.num_bytes
         rows = slice(share * parallel.tp_rank, share * (parallel.tp_rank + 1))
@@ -270,7 +293,7 @@ class DecoderBuilder:
             )
             name = prefix + experts.down_name.format(expert) + ".weight"
             down.append(self._weight(name, (hidden, total), 1, rank * share, share))
-        packed = self.ops.pack_experts(gate_up, down, first_expert=first)
+        packed = self.ops.pack_experts(gate_up, down, first_expert=first, activations=self.activations)
         self.num_parameters += 3 * (end - first) * share * hidden
         self.num_bytes += packed.num_bytes
         return packed
@@ -311,7 +334,7 @@ class DecoderBuilder:
         return Projection(self._packed(weight, bias, self.quantization, self.ops.pack_linear), (part,))
 
     def _packed(self, weight: Weight, bias: Tensor | None, quantization: str, pack: PackLinear) -> Linear:
-        linear = pack(weight, bias, quantization=quantization)
+        linear = pack(weight, bias, quantization=quantization, activations=self.activations)
         self.num_parameters += weight.numel() + (0 if bias is None else bias.numel())
         self.num_bytes += linear.num_bytes
         return linear
@@ -332,7 +355,9 @@ class DecoderBuilder:
         self, name: str, num_rows: int, num_columns: int, out_dtype: torch.dtype | None = None
     ) -> Linear:
         """A projection without a bias, whole.  out_dtype: None: that of its inputs."""
-        linear = self.ops.pack_linear(self._weight(name, (num_rows, num_columns)), out_dtype=out_dtype)
+        linear = self.ops.pack_linear(
+            self._weight(name, (num_rows, num_columns)), out_dtype=out_dtype, activations=self.activations
+        )
         self.num_parameters += num_rows * num_columns
         self.num_bytes += linear.num_bytes
         return linear
@@ -359,6 +384,7 @@ class DecoderBuilder:
             weight = self.weights.read_weight(name)
         else:
             weight = self.weights.read_slice(name, dim, first, first + count)
+        self.has_quantized |= isinstance(weight, QuantizedWeight)
         if not weight.dtype.is_floating_point:
             raise CheckpointError(f"{name} is stored as {weight.dtype}, a weight takes floating point")
         return weight

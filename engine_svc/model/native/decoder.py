@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -32,7 +33,8 @@ from triptych_kernels import FusedLayers, Ops
 class TokenEmbedding:
     """The rows of the embedding table that this rank holds."""
 
-    weight: Tensor  # [V / ranks, hidden]
+    weight: Tensor | Callable[[Tensor], Tensor]  # [V / ranks, hidden], or what gives rows of that
+    num_rows: int  # V / ranks
     first_token_id: int
     parallel: Parallel
     part: ProjectionPart
@@ -47,11 +49,15 @@ class TokenEmbedding:
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
         if self.parallel.tp_size == 1:
-            return F.embedding(token_ids, self.weight)
+            return self._rows(token_ids)
         indices = token_ids - self.first_token_id
-        is_here = (indices >= 0) & (indices < self.weight.shape[0])
-        rows = F.embedding(indices.clamp_(0, self.weight.shape[0] - 1), self.weight)
+        is_here = (indices >= 0) & (indices < self.num_rows)
+        rows = self._rows(indices.clamp_(0, self.num_rows - 1))
         return self.parallel.all_reduce(rows.masked_fill_(~is_here[:, None], 0.0))
+
+    def _rows(self, indices: Tensor) -> Tensor:
+        weight = self.weight
+        return F.embedding(indices, weight) if isinstance(weight, Tensor) else weight(indices)
 
 
 @dataclass(slots=True, weakref_slot=True)

@@ -218,7 +218,8 @@ def test_ids_of_quantized_weights_equal_those_of_transformers_with_the_weights_i
     shared = [rng.randrange(256) for _ in range(20)]
     prompts = [shared + [rng.randrange(256) for _ in range(rng.randrange(1, 30))] for _ in range(6)]
     ours, plain = (
-        Built(EngineConfig(model=str(folder), num_threads=1, **choices)) for folder in (quantized, full)
+        Built(EngineConfig(model=str(folder), num_threads=1, activations="exact", **choices))
+        for folder in (quantized, full)
     )
     answers = ours.generate(prompts, 24)
     assert answers == plain.generate(prompts, 24)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from engine_svc.build.runner import kernel_mode
 from engine_svc.build.start_check import check_start
 from engine_svc.config import EngineConfig
 from engine_svc.features.adapters.checkpoint import module_shapes
@@ -41,7 +42,7 @@ from tests.engine_svc.model.loading.quantized_weights import (
     write_folder,
 )
 from tests.engine_svc.model.native.test_native_decoder import eager_logits, logits_in_chunks, some_tokens
-from triptych_kernels import QuantizedWeight
+from triptych_kernels import REFERENCE, QuantizedWeight
 from triptych_kit.config import ConfigError
 
 MODULE = "model.layers.0.mlp.up_proj"
@@ -304,6 +305,39 @@ def test_a_model_has_the_logits_of_its_weights_in_full(tmp_path: Path, name: str
             assert torch.equal(logits.argmax(-1), others.argmax(-1))
     # Engines with equal digests take over each other's requests.
     assert ours.facts.weights_digest != plain.facts.weights_digest
+
+
+@pytest.mark.parametrize("name", ["gptq", "packed experts"])
+def test_rows_are_rounded_where_that_is_asked_for_and_fingerprints_say_so(tmp_path: Path, name: str) -> None:
+    quantized, full = written(tmp_path, name)
+    token_ids = some_tokens(1)
+    exact, int8, auto, plain = (
+        loaded(folder, activations=activations)
+        for folder, activations in (
+            (quantized, "exact"), (quantized, "int8"), (quantized, "auto"), (full, "int8")
+        )
+    )  # fmt: skip
+    if "int8" not in exact.ops.activations:
+        pytest.skip("the native kernels cannot run here")
+    logits, rounded, fastest, others = (
+        logits_in_chunks(model, token_ids, [len(token_ids)]) for model in (exact, int8, auto, plain)
+    )
+    assert torch.equal(rounded, fastest)
+    assert not torch.equal(rounded, logits)
+    assert (rounded - logits).norm() < 0.05 * logits.norm()
+    # Without quantized weights there is nothing to be rounded for.
+    assert (others - logits).abs().max() < 1e-4
+    config = EngineConfig(model=str(quantized))
+    modes = [kernel_mode(config, model) for model in (exact, int8, auto, plain)]
+    assert modes[0] == modes[3] != modes[1] == modes[2]
+
+
+def test_activations_without_kernels_are_refused(tmp_path: Path) -> None:
+    quantized, _ = written(tmp_path, "gptq")
+    with pytest.raises(
+        UnsupportedModel, match="activations int8 have no kernels here, whose ops are reference"
+    ):
+        load_model(quantized, LoadOptions(num_threads=1, activations="int8"), ops=REFERENCE)
 
 
 def test_adapters_find_the_modules_that_are_quantized(tmp_path: Path) -> None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine_svc.model.context import ForwardContext, LayerCache
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
+from engine_svc.model.loading.gguf.folder import open_as_folder
 from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.model.native.spec import NotNative, read_spec, rotary_table
 from tests.engine_svc.model.checkpoints import MAX_POSITION, VOCAB_SIZE, make_checkpoint
+from tests.engine_svc.model.loading.gguf.gguf_models import write_model
 from triptych_kernels import REFERENCE, AttentionBatch, ops_for
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "gemma3")
@@ -402,3 +406,26 @@ def test_a_context_that_yarn_extends_counts_whole(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps({**content, "rope_parameters": rope}))
     assert load_model(tmp_path, NATIVE).facts.max_position == 4 * MAX_POSITION
+
+
+def test_a_quantized_table_is_packed_once_for_a_tied_head(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    token_ids, models = some_tokens(), []
+    for is_tied in (True, False):
+        source, full = tmp_path / f"{is_tied}", tmp_path / f"{is_tied} in full"
+        config = make_checkpoint("llama", source, tie_word_embeddings=is_tied).config
+        path = source / "model.gguf"
+        write_model(source, config, path, full, lambda name: GGMLQuantizationType.Q8_0)
+        ours, plain = (
+            load_model(folder, replace(NATIVE, dtype="float32")) for folder in (open_as_folder(path), full)
+        )
+        assert (ours.model.embed(token_ids) - plain.model.embed(token_ids)).abs().max() < 1e-6
+        assert ours.facts.num_parameters == plain.facts.num_parameters
+        models.append(ours.model)
+    if "int8" not in ours.ops.activations:
+        pytest.skip("only the native kernels keep quantized weights")
+    tied, untied = models
+    width = config.hidden_size
+    # Of codes, with a scale of two bytes for 32 of them, in panels of 16 or 32 rows.
+    least, most = (num_rows * (width + width // 32 * 2) for num_rows in (VOCAB_SIZE, VOCAB_SIZE + 31))
+    assert least <= untied.num_bytes - tied.num_bytes <= most + 256
