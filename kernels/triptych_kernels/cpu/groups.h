@@ -6,9 +6,8 @@
 // microkernel.h, and multiplied by the scale; then the minimum times the sum of the numbers is subtracted. The order is
 // the same for any R and P: this makes results independent of the batch.
 //
-// If rows are rounded to int8, their groups have besides units of four numbers a sum to begin with, which makes up for
-// codes that stand for other whole numbers than are multiplied, and a scale, by which the sum of products is multiplied
-// first.
+// If rows are rounded to int8, their groups have units of four numbers, what to add to the sum of products, as codes
+// stand for other whole numbers than are multiplied, and the scale by which that is multiplied first.
 //
 // Sums lie in memory, so that products are compiled once for all stores of a tile. Include isa.h before.
 #pragma once
@@ -74,18 +73,22 @@ struct PlainRows {
     using Sum = Floats;
     static constexpr bool kHasInt8Rows = false;
 
-    TRIPTYCH_INLINE Floats start(uint32_t) const { return zeros(); }
-    TRIPTYCH_INLINE Floats finished(Floats sum, uint32_t) const { return sum; }
+    TRIPTYCH_INLINE static Floats start() { return zeros(); }
+    TRIPTYCH_INLINE static Floats finished(Floats sum, const uint32_t*, int) { return sum; }
 };
 
 // The same with rows of int8.
 struct Int8Rows {
-    using Sum = Words;
+    using Sum = WordSums;
     static constexpr bool kHasInt8Rows = true;
 
-    TRIPTYCH_INLINE Words start(uint32_t start) const { return splat_word(static_cast<int32_t>(start)); }
-    TRIPTYCH_INLINE Floats finished(Words sum, uint32_t scale) const {
-        return mul(to_floats(sum), as_floats(splat_word(static_cast<int32_t>(scale))));
+    // A sum that began with another number than zero would take a register more.
+    TRIPTYCH_INLINE static WordSums start() { return WordSums{}; }
+    // others: of each row what is added, then of each row the scale.
+    TRIPTYCH_INLINE static Floats finished(WordSums sum, const uint32_t* others, int distance) {
+        const Words addend = splat_word(static_cast<int32_t>(others[0]));
+        const Words scale = splat_word(static_cast<int32_t>(others[distance]));
+        return mul(to_floats(add(as_words(sum), addend)), as_floats(scale));
     }
 };
 
@@ -127,13 +130,11 @@ template <class Codes, int R, int P>
         typename Codes::Sum parts[R][kVectors * P];
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-            const auto start = codes.start(rows[r]);
 #pragma GCC unroll 8
             for (int j = 0; j < kVectors * P; ++j) {
-                parts[r][j] = start;
+                parts[r][j] = Codes::start();
             }
         }
-        rows += Codes::kHasInt8Rows ? R : 0;
         for (int64_t step = 0; step < tile.num_steps; ++step, panel += Codes::kStep) {
             const auto add_part = [&](auto part) __attribute__((always_inline)) {
 #pragma GCC unroll 8
@@ -168,8 +169,8 @@ template <class Codes, int R, int P>
             };
             for_each_part(add_part, std::make_integer_sequence<int, Codes::kParts>());
         }
-        const uint32_t* row_scales = rows;
-        rows += Codes::kHasInt8Rows ? R : 0;
+        const uint32_t* others = rows;
+        rows += Codes::kHasInt8Rows ? 2 * R : 0;
 #pragma GCC unroll 8
         for (int p = 0; p < P; ++p) {
             const char* scales = panel + p * tile.panel_bytes;
@@ -180,7 +181,7 @@ template <class Codes, int R, int P>
                 float* sum = sums + p * kPanelColumns + 16 * v;
 #pragma GCC unroll 16
                 for (int r = 0; r < R; ++r, sum += kPanelColumns * P) {
-                    const Floats part = codes.finished(parts[r][kVectors * p + v], row_scales[r]);
+                    const Floats part = Codes::finished(parts[r][kVectors * p + v], others + r, R);
                     store(sum, fmadd(part, scale, load(sum)));
                 }
                 if (tile.has_minima) {

@@ -216,8 +216,8 @@ inline RoundedGroup round_to_int8(const typename Dtype::Element* numbers, int64_
     return {size / 127.0f, sum_of_lanes(sum)};
 }
 
-// At most 16 rows, rounded to int8: of each group the sums of its whole numbers times the weight's base, its units of
-// four numbers, the scales, and if the weight has minima, the sums of what the whole numbers stand for.
+// At most 16 rows, rounded to int8: of each group its units of four whole numbers, their sums times the weight's base,
+// the scales, and if the weight has minima, the sums of what the whole numbers stand for.
 template <class Dtype>
 inline void lay_rounded_groups(const PackedWeight& weight, const char* const* rows, int num_rows, uint32_t* out) {
     const int64_t size = weight.groups.size, num_units = size / 4;
@@ -231,23 +231,19 @@ inline void lay_rounded_groups(const PackedWeight& weight, const char* const* ro
             const auto* numbers = reinterpret_cast<const typename Dtype::Element*>(rows[r]);
             groups[r] = round_to_int8<Dtype>(numbers + first, count, to);
             parts[r] = reinterpret_cast<const char*>(to);
-            const auto start = static_cast<int32_t>(groups[r].sum) * weight.groups.base;
-            std::memcpy(out + r, &start, 4);
         }
-        out += num_rows;
         lay_units(parts, num_rows, count, num_units, out);
         out += num_units * num_rows;
         for (int r = 0; r < num_rows; ++r) {
-            std::memcpy(out + r, &groups[r].scale, 4);
-        }
-        out += num_rows;
-        if (weight.groups.has_minima) {
-            for (int r = 0; r < num_rows; ++r) {
-                const float sum = groups[r].scale * groups[r].sum;
-                std::memcpy(out + r, &sum, 4);
+            const auto addend = static_cast<int32_t>(groups[r].sum) * weight.groups.base;
+            const float sum = groups[r].scale * groups[r].sum;
+            std::memcpy(out + r, &addend, 4);
+            std::memcpy(out + num_rows + r, &groups[r].scale, 4);
+            if (weight.groups.has_minima) {
+                std::memcpy(out + 2 * num_rows + r, &sum, 4);
             }
-            out += num_rows;
         }
+        out += (weight.groups.has_minima ? 3 : 2) * num_rows;
     }
 }
 

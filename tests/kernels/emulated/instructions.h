@@ -291,6 +291,10 @@ TRIPTYCH_CALLED __m512i _mm512_slli_epi32(__m512i a, int count) {
     const WordLanes<uint32_t> x(a);
     return words_of<uint32_t>([&](int i) { return x.at[i] << count; });
 }
+TRIPTYCH_CALLED __m512i _mm512_add_epi32(__m512i a, __m512i b) {
+    const WordLanes<uint32_t> x(a), y(b);
+    return words_of<uint32_t>([&](int i) { return x.at[i] + y.at[i]; });
+}
 TRIPTYCH_CALLED __m512i _mm512_srli_epi32(__m512i a, int count) {
     const WordLanes<uint32_t> x(a);
     return words_of<uint32_t>([&](int i) { return x.at[i] >> count; });

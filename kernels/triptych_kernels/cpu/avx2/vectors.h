@@ -183,6 +183,11 @@ TRIPTYCH_INLINE __m256i narrow_eight(__m256 x) {
     const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
 }
+using WordSums = Words;
+TRIPTYCH_INLINE Words as_words(WordSums x) { return x; }
+TRIPTYCH_INLINE Words add(Words a, Words b) {
+    return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)};
+}
 TRIPTYCH_INLINE Floats to_floats(Words x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
 // Whole numbers from -128 to 127.
 TRIPTYCH_INLINE void store_int8(int8_t* to, Floats x) {

@@ -81,7 +81,9 @@ inline int whole_of_code8(int code) { return code; }
 
 // Of rows of int8, bytes that are multiplied as unsigned numbers.
 struct BytesForInt8 : Int8Rows {
-    TRIPTYCH_INLINE Words add_product(Words sum, Words x, Words w) const { return _mm512_dpbusd_epi32(sum, w, x); }
+    TRIPTYCH_INLINE WordSums add_product(WordSums sum, Words x, Words w) const {
+        return (WordSums)_mm512_dpbusd_epi32((Words)sum, w, x);
+    }
 };
 
 // Eight codes of a column in 32 bits. table: sixteen bytes.

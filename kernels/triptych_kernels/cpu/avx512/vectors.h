@@ -89,6 +89,10 @@ TRIPTYCH_INLINE Floats widen_halves(Halves x) {
 TRIPTYCH_INLINE void store_int8(int8_t* to, Floats x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }
+// In the type of instructions that add to them: with another, compilers copy registers.
+using WordSums = int32_t __attribute__((vector_size(64)));
+TRIPTYCH_INLINE Words as_words(WordSums x) { return (Words)x; }
+TRIPTYCH_INLINE Words add(Words a, Words b) { return _mm512_add_epi32(a, b); }
 TRIPTYCH_INLINE Floats to_floats(Words x) { return _mm512_cvtepi32_ps(x); }
 TRIPTYCH_INLINE Halves narrow_floats(Floats x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 // Of fp16.
