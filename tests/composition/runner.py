@@ -193,6 +193,8 @@ def _plans_of(conditions: Sequence[Condition], folder: Path) -> tuple[StackPlan,
     has_mixture = any(condition.model == MIXTURE for condition in kept)
     model = _make_mixture(folder / MIXTURE) if has_mixture else embedded_model()
     adapters = _make_adapters(folder / "adapters", model)
+    if any(condition.is_quantized for condition in kept):
+        model = _quantized(model, folder / "quantized")
     disturbed = StackPlan(
         tensor_parallel_size=max((condition.tensor_parallel_size for condition in kept), default=1),
         engine_flags=(
@@ -228,6 +230,14 @@ def _make_mixture(folder: Path) -> Path:
     from tests.system.checkpoints import make_windowed_mixture
 
     return make_windowed_mixture(folder)
+
+
+def _quantized(model: Path, folder: Path) -> Path:
+    # Imported here, as torch takes long to import.
+    from benchmarks.rig.quantized_folder import awq, write_quantized
+
+    # Groups that two ranks share without dividing one.
+    return write_quantized(model, folder, awq(group_size=32))
 
 
 @asynccontextmanager

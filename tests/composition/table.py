@@ -33,12 +33,14 @@ class Condition:
     """Of the engines. What answers depend on is kept where a request is alone.
 
     flags: {model} in them is the folder of the model, {adapters} that of its adapters.
+    is_quantized: the model's projections are.
     """
 
     name: str
     flags: tuple[str, ...] = ()
     tensor_parallel_size: int = 1
     model: str = EMBEDDED
+    is_quantized: bool = False
     is_kept: bool = False
 
 
@@ -140,6 +142,7 @@ CONDITIONS = (
         ),
     ),
     Condition("policy continuum", ("--scheduling-policy=continuum",)),
+    Condition("quantized weights", is_quantized=True, is_kept=True),
 )
 
 FAULTS = (
