@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from benchmarks.rig.quantized_folder import awq, write_dequantized, write_quantized
 from tests.system.checkpoints import ARCHITECTURES, VOCAB_SIZE, Reference
 from tests.system.generation import Answer, collect, random_prompt, request_of
 from tests.system.stack import Stack, listeners_of
@@ -35,10 +36,19 @@ _RESUME = admin_pb2.UtilityRequest(call={"resume": {}})
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 async def test_concurrent_requests_equal_transformers_generate(architecture, checkpoints):
-    folder = checkpoints[architecture]
+    await _check_concurrent_requests(checkpoints[architecture], checkpoints[architecture])
+
+
+async def test_quantized_weights_over_two_ranks_equal_transformers_on_their_numbers(checkpoints, tmp_path):
+    folder = write_quantized(checkpoints["llama"], tmp_path / "quantized", awq(group_size=32))
+    full = write_dequantized(folder, tmp_path / "full")
+    await _check_concurrent_requests(folder, full, "--tensor-parallel-size=2", "--activations=exact")
+
+
+async def _check_concurrent_requests(folder, reference, *flags):
     prompts = _prompts_with_shared_heads()
     async with Stack() as stack:
-        trio = await stack.start_all(str(folder), *ENGINE_FLAGS)
+        trio = await stack.start_all(str(folder), *ENGINE_FLAGS, *flags)
         stub, engine = stack.inference(trio.frontend), stack.engine(trio.engine)
         async with grpc.aio.insecure_channel(listeners_of(trio.engine)[1]) as channel:
             admin = admin_pb2_grpc.AdminServiceStub(channel)
@@ -51,13 +61,13 @@ async def test_concurrent_requests_equal_transformers_generate(architecture, che
             await admin.Utility(_RESUME, timeout=10)
             answers = await asyncio.gather(*streams)
         stats = await engine.until_idle()
-    _check_streams(folder, prompts, answers)
+    _check_streams(reference, prompts, answers)
     assert stats.num_chunked_prefills > 0
     assert stats.num_preemptions > 0
     assert stats.num_prefix_hits > 0
     assert stats.max_rows >= 8
     assert stats.num_used_blocks == 0
-    print(f"{architecture}: {stats}")
+    print(f"{folder.name}: {stats}")
 
 
 def _prompts_with_shared_heads() -> list[list[int]]:
