@@ -5,7 +5,6 @@
 
 #include <algorithm>
 
-#include "gemm.h"
 #include "microkernel.h"
 #include "vector_math.h"
 
@@ -21,7 +20,6 @@ struct StoreGated {
     const float* scales;  // the same, of int8 weights
     Element* out;
     int64_t num_columns;  // of `out`, contiguous
-    Addend addend;  // before the activation
 
     template <int R, int P>
     TRIPTYCH_INLINE void prefetch(int64_t first_row, int64_t panel) const {
@@ -47,36 +45,32 @@ struct StoreGated {
                     break;
                 }
                 const Mask mask = first_lanes(num_columns - column);
+                Element* to = out + first_row * num_columns + column;
                 if constexpr (P == 1) {
-                    store_half<R>(first_row, column, mask, panel, v, sums);
+                    store_half<R>(to, mask, panel, v, sums);
                 } else {
-                    store_pair<R, P>(first_row, column, mask, panel + p, p, v, sums);
+                    store_pair<R, P>(to, mask, panel + p, p, v, sums);
                 }
             }
         }
     }
 
 private:
-    TRIPTYCH_INLINE Floats finished(Floats sum, int64_t panel, int v, int64_t row, int64_t column, Mask mask) const {
+    TRIPTYCH_INLINE Floats finished(Floats sum, int64_t panel, int v) const {
         const int64_t to = panel * kPanelColumns + 16 * v;
         const Floats shift = bias == nullptr ? zeros() : load(bias + to);
         const Floats scale = scales == nullptr ? splat(1.0f) : load(scales + to);
-        Floats value = fmadd(sum, scale, shift);
-        if (addend.numbers != nullptr) {
-            value = addend.add_to(value, row, column + panel % 2 * addend.ups, mask);
-        }
-        return Dtype::rounded(value);
+        return Dtype::rounded(fmadd(sum, scale, shift));
     }
 
     // Of one panel: gates are stored where the result will be until their ups are computed.
     template <int R>
-    TRIPTYCH_INLINE void store_half(int64_t first_row, int64_t column, Mask mask, int64_t panel, int v,
+    TRIPTYCH_INLINE void store_half(Element* to, Mask mask, int64_t panel, int v,
                                     const Floats (&sums)[R][kVectors]) const {
         const bool is_gate = panel % 2 == 0;
-        Element* to = out + first_row * num_columns + column;
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r, to += num_columns) {
-            Floats value = finished(sums[r][v], panel, v, first_row + r, column, mask);
+            Floats value = finished(sums[r][v], panel, v);
             if (!is_gate) {
                 value = mul(Dtype::silu(Dtype::load(to, mask)), value);
             }
@@ -86,14 +80,12 @@ private:
 
     // Of neighbouring panels, gates first.
     template <int R, int P>
-    TRIPTYCH_INLINE void store_pair(int64_t first_row, int64_t column, Mask mask, int64_t panel, int p, int v,
+    TRIPTYCH_INLINE void store_pair(Element* to, Mask mask, int64_t panel, int p, int v,
                                     const Floats (&sums)[R][kVectors * P]) const {
-        Element* to = out + first_row * num_columns + column;
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r, to += num_columns) {
-            const int64_t row = first_row + r;
-            const Floats gate = finished(sums[r][kVectors * p + v], panel, v, row, column, mask);
-            const Floats up = finished(sums[r][kVectors * (p + 1) + v], panel + 1, v, row, column, mask);
+            const Floats gate = finished(sums[r][kVectors * p + v], panel, v);
+            const Floats up = finished(sums[r][kVectors * (p + 1) + v], panel + 1, v);
             Dtype::store(to, mask, mul(Dtype::silu(gate), up));
         }
     }

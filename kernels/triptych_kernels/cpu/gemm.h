@@ -8,7 +8,6 @@
 #include "microkernel.h"
 #include "packing.h"
 #include "pool.h"
-#include "vector_math.h"
 
 namespace triptych {
 namespace {
@@ -56,18 +55,6 @@ inline bool is_short(const PackedWeight& weight, int64_t num_rows) {
     return weight.num_panels() * weight.panel_bytes() * (1 + num_rows / 8) < (2 << 20);
 }
 
-// Numbers that are added to a projection before it is rounded, for all of its columns or some.
-struct Addend {
-    const float* numbers = nullptr;  // null: nothing is added
-    int64_t row_stride = 0;
-    int64_t first_column = 0;  // of `numbers`
-    int64_t ups = 0;           // of a gated projection: their distance from the gates of the same columns
-
-    TRIPTYCH_INLINE Floats add_to(Floats value, int64_t row, int64_t column, Mask lanes) const {
-        return add(value, load_part(lanes, numbers + row * row_stride + column - first_column));
-    }
-};
-
 // Writes finished sums, with bias and scales, as fp32 or bf16.
 struct StoreRows {
     const float* bias;    // padded to whole panels, or null
@@ -77,7 +64,6 @@ struct StoreRows {
     int64_t num_columns;
     bool is_bf16;
     const int64_t* row_of;  // the row's index in the output, or null: its own
-    Addend addend = {};
 
     // The cache lines that a tile will write are prefetched before it computes, since waiting for them afterwards costs
     // as much.
@@ -120,10 +106,6 @@ struct StoreRows {
 #pragma GCC unroll 2
                 for (int v = 0; v < kVectors; ++v) {
                     values[v] = fmadd(sums[r][kVectors * p + v], scale[v], shift[v]);
-                    if (addend.numbers != nullptr) {
-                        const int64_t to = column + 16 * v;
-                        values[v] = addend.add_to(values[v], first_row + r, to, first_lanes(left - 16 * v));
-                    }
                 }
                 if (is_bf16) {
                     store_panel(reinterpret_cast<uint16_t*>(out) + row * out_stride + column, mask, values);

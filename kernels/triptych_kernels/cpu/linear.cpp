@@ -195,11 +195,11 @@ const uint32_t* packed_chunk(const PackedWeight& weight, const char* x, int64_t 
     return packed;
 }
 
-// One chunk of rows times the whole weight; store_of(task, first, end) is the store of the tiles of a task, whose
-// panels are [first, end): whole pairs of gates and ups, as a task has a multiple of four or all.
-template <class StoreOf>
+// One chunk of rows times the whole weight. run_task(multiply, task, first, end) computes the panels [first, end) of a
+// task by multiply(store): whole pairs of gates and ups, as a task has a multiple of four or all.
+template <class RunTask>
 bool multiply_chunk(const PackedWeight& any_form, const char* x, int64_t x_stride_bytes, int64_t num_rows,
-                    int64_t task_panels, const StoreOf& store_of) {
+                    int64_t task_panels, const RunTask& run_task) {
     const PackedWeight weight = any_form.for_rows(num_rows);
     const RowBlocks blocks(num_rows);
     const uint32_t* rows = packed_chunk(weight, x, x_stride_bytes, blocks);
@@ -210,7 +210,10 @@ bool multiply_chunk(const PackedWeight& any_form, const char* x, int64_t x_strid
     std::atomic<bool> is_done{true};
     parallel_for((num_panels + task_panels - 1) / task_panels, [&](int64_t task) {
         const int64_t first = task * task_panels, end = std::min(first + task_panels, num_panels);
-        if (!multiply_panels(weight, blocks, rows, first, end, store_of(task, first, end))) {
+        const auto multiply = [&](const auto& store) {
+            return multiply_panels(weight, blocks, rows, first, end, store);
+        };
+        if (!run_task(multiply, task, first, end)) {
             is_done = false;
         }
     });
@@ -229,24 +232,23 @@ struct LinearCall {
 // Columns before an activation.
 int64_t num_columns(const LinearPlan& plan) { return plan.num_gated == 0 ? plan.width() : 2 * plan.num_gated; }
 
-// addend_of(part, first, end) is that of a task with these panels of a part; task_panels_of(part) their number.
-template <class TaskPanelsOf, class AddendOf>
-bool run_chunk(const LinearPlan& plan, const LinearCall& call, const TaskPanelsOf& task_panels_of,
-               const AddendOf& addend_of) {
+int64_t panels_a_task(const LinearPart& part, int64_t num_rows) {
+    return panels_a_task(part.weight.for_rows(num_rows), num_rows);
+}
+
+// Without additions: tiles store what is final.
+bool run_chunk(const LinearPlan& plan, const LinearCall& call) {
     const auto run_part = [&](const LinearPart& part, const auto& store) {
-        return multiply_chunk(part.weight, call.x, call.x_stride_bytes, call.num_rows, task_panels_of(part),
-                              [&](int64_t, int64_t first, int64_t end) {
-                                  auto own = store;
-                                  own.addend = addend_of(part, first, end);
-                                  return own;
-                              });
+        return multiply_chunk(part.weight, call.x, call.x_stride_bytes, call.num_rows,
+                              panels_a_task(part, call.num_rows),
+                              [&](const auto& multiply, int64_t, int64_t, int64_t) { return multiply(store); });
     };
     if (plan.num_gated != 0) {
         const LinearPart& part = plan.parts.front();
         const auto gated = [&](auto dtype) {
             using Element = typename decltype(dtype)::Element;
             auto* out = reinterpret_cast<Element*>(call.out);
-            return run_part(part, StoreGated<decltype(dtype)>{part.bias, part.scales, out, plan.num_gated, {}});
+            return run_part(part, StoreGated<decltype(dtype)>{part.bias, part.scales, out, plan.num_gated});
         };
         return plan.out_is_bf16 ? gated(Bf16()) : gated(Fp32());
     }
@@ -257,17 +259,81 @@ bool run_chunk(const LinearPlan& plan, const LinearCall& call, const TaskPanelsO
     });
 }
 
-int64_t panels_a_task(const LinearPart& part, int64_t num_rows) {
-    return panels_a_task(part.weight.for_rows(num_rows), num_rows);
+// Numbers that are added to a projection before it is rounded, for all of its columns or some.
+struct Addend {
+    const float* numbers;  // null: memory could not be allocated
+    int64_t row_stride;
+    int64_t first_column;  // of `numbers`
+    int64_t ups;           // of a gated projection: their distance from the gates of the same columns
+};
+
+// The sums of a task: [rows, columns of its panels] of a part.
+struct TaskSums {
+    const LinearPart& part;
+    const float* numbers;
+    int64_t first, end;
+};
+
+// Adds to the sums of a task, rounds them, and activates those of gates.
+template <class Dtype>
+void store_added(const LinearPlan& plan, const LinearCall& call, const TaskSums& sums, const Addend& addend) {
+    const int64_t width = (sums.end - sums.first) * kPanelColumns;
+    for (int64_t row = 0; row < call.num_rows; ++row) {
+        const float* added = addend.numbers + row * addend.row_stride - addend.first_column;
+        const float* from = sums.numbers + row * width;
+        auto* out = reinterpret_cast<typename Dtype::Element*>(call.out) + row * plan.out_width();
+        if (plan.num_gated == 0) {
+            const int64_t begin = sums.first * kPanelColumns;
+            out += sums.part.first_column + begin;
+            for_vectors(std::min(width, sums.part.weight.out_features - begin), [&](int64_t i, auto lanes) {
+                Dtype::store(out + i, lanes, add(load(from + i), Fp32::load(added + begin + i, lanes)));
+            });
+            continue;
+        }
+        for (int64_t panel = sums.first; panel < sums.end; panel += 2, from += 2 * kPanelColumns) {
+            const int64_t begin = panel / 2 * kPanelColumns;
+            for_vectors(std::min<int64_t>(kPanelColumns, plan.num_gated - begin), [&](int64_t i, auto lanes) {
+                const auto finished = [&](const float* sum, const float* more) {
+                    return Dtype::rounded(add(load(sum + i), Fp32::load(more + begin + i, lanes)));
+                };
+                const Floats gate = finished(from, added), up = finished(from + kPanelColumns, added + addend.ups);
+                Dtype::store(out + begin + i, lanes, mul(Dtype::silu(gate), up));
+            });
+        }
+    }
 }
 
-bool run_chunk(const LinearPlan& plan, const LinearCall& call) {
-    const auto addend_of = [&](const LinearPart& part, int64_t, int64_t) {
-        const float* numbers = call.addend == nullptr ? nullptr : call.addend + part.first_column;
-        return Addend{numbers, num_columns(plan), 0, plan.num_gated};
-    };
-    return run_chunk(
-        plan, call, [&](const LinearPart& part) { return panels_a_task(part, call.num_rows); }, addend_of);
+// With additions: addend_of(part, first, end) is that of a task with these panels. Tiles store their sums, since a
+// branch in the store of a tile would cost projections without additions up to 5 %.
+template <class AddendOf>
+bool run_chunk_adding(const LinearPlan& plan, const LinearCall& call, const AddendOf& addend_of) {
+    const int64_t cached = kAddendInCache / (4 * kPanelColumns * call.num_rows) / 4 * 4;
+    return std::all_of(plan.parts.begin(), plan.parts.end(), [&](const LinearPart& part) {
+        const int64_t task_panels = std::min(panels_a_task(part, call.num_rows), std::max<int64_t>(4, cached));
+        const auto run_task = [&](const auto& multiply, int64_t, int64_t first, int64_t end) {
+            const int64_t width = (end - first) * kPanelColumns;
+            auto* numbers = static_cast<char*>(scratch(kScratchSums, 4 * call.num_rows * width));
+            if (numbers == nullptr) {
+                return false;
+            }
+            // Tiles store a panel at its column of the part. Bias and scales are padded to whole panels.
+            const StoreRows store{part.bias, part.scales, numbers - 4 * first * kPanelColumns, width,
+                                  part.weight.num_panels() * kPanelColumns, false, nullptr};
+            const Addend addend = addend_of(part, first, end);
+            if (addend.numbers == nullptr || !multiply(store)) {
+                return false;
+            }
+            std::optional<FlushDenormals> flush;
+            if (!part.weight.rows_are_fp32 && part.weight.form != RowForm::kTiles) {
+                flush.emplace();
+            }
+            const TaskSums sums{part, reinterpret_cast<const float*>(numbers), first, end};
+            plan.out_is_bf16 ? store_added<Bf16>(plan, call, sums, addend)
+                             : store_added<Fp32>(plan, call, sums, addend);
+            return true;
+        };
+        return multiply_chunk(part.weight, call.x, call.x_stride_bytes, call.num_rows, task_panels, run_task);
+    });
 }
 
 // body(chunk, its first row) for chunks of the rows, until one is false.
@@ -287,7 +353,14 @@ bool for_chunks(const LinearPlan& plan, const LinearCall& call, const Body& body
 }
 
 bool run_linear(const LinearPlan& plan, const LinearCall& call) {
-    return for_chunks(plan, call, [&](const LinearCall& chunk, int64_t) { return run_chunk(plan, chunk); });
+    return for_chunks(plan, call, [&](const LinearCall& chunk, int64_t) {
+        if (chunk.addend == nullptr) {
+            return run_chunk(plan, chunk);
+        }
+        return run_chunk_adding(plan, chunk, [&](const LinearPart& part, int64_t, int64_t) {
+            return Addend{chunk.addend + part.first_column, num_columns(plan), 0, plan.num_gated};
+        });
+    });
 }
 
 // Precondition: the chunk has no addend.
@@ -302,17 +375,11 @@ bool run_low_rank_chunk(const LinearPlan& plan, const LinearCall& chunk, const L
         return false;
     }
     rows.shrink(chunk.x, chunk.x_stride_bytes, shrunk);
-    const int64_t cached = kAddendInCache / (4 * kPanelColumns * chunk.num_rows) / 4 * 4;
-    const auto task_panels_of = [&](const LinearPart& part) {
-        return std::min(panels_a_task(part, chunk.num_rows), std::max<int64_t>(4, cached));
-    };
-    std::atomic<bool> has_memory{true};
-    // A thread expands to the columns of its own task, just before it adds them.
-    const auto addend_of = [&](const LinearPart& part, int64_t first, int64_t end) {
+    // A thread expands to the columns of its own task.
+    return run_chunk_adding(plan, chunk, [&](const LinearPart& part, int64_t first, int64_t end) {
         const int64_t num_outputs = (end - first) * kPanelColumns;
         auto* room = static_cast<float*>(scratch(kScratchAddend, 4 * chunk.num_rows * num_outputs));
         if (room == nullptr) {
-            has_memory = false;
             return Addend{};
         }
         if (plan.num_gated == 0) {
@@ -326,9 +393,7 @@ bool run_low_rank_chunk(const LinearPlan& plan, const LinearCall& chunk, const L
         rows.expand(begin, stop, room, num_outputs);
         rows.expand(plan.num_gated + begin, plan.num_gated + stop, room + half, num_outputs);
         return Addend{room, num_outputs, begin, half};
-    };
-    const bool is_done = run_chunk(plan, chunk, task_panels_of, addend_of);
-    return is_done && has_memory;
+    });
 }
 
 // The additions alone.
@@ -369,16 +434,16 @@ bool run_greedy(const LinearPlan& plan, const GreedyCall& call) {
         const int64_t num_tasks = (weight.num_panels() + task_panels - 1) / task_panels;
         // Each task sees some columns of all rows.
         std::vector<Largest> largest(num_tasks * num_rows);
-        const auto store_of = [&](int64_t task, int64_t, int64_t) {
-            return KeepLargest{part.bias,
-                               part.scales,
-                               call.kept,
-                               weight.out_features,
-                               call.out_row_of == nullptr ? nullptr : call.out_row_of + first,
-                               largest.data() + task * num_rows};
+        const auto run_task = [&](const auto& multiply, int64_t task, int64_t, int64_t) {
+            return multiply(KeepLargest{part.bias,
+                                        part.scales,
+                                        call.kept,
+                                        weight.out_features,
+                                        call.out_row_of == nullptr ? nullptr : call.out_row_of + first,
+                                        largest.data() + task * num_rows});
         };
         if (!multiply_chunk(weight, call.x + first * call.x_stride_bytes, call.x_stride_bytes, num_rows, task_panels,
-                            store_of)) {
+                            run_task)) {
             return false;
         }
         for (int64_t row = 0; row < num_rows; ++row) {

@@ -48,7 +48,8 @@ enum ScratchSlot : int {
     kScratchLowRank = 6,       // between the two products of low-rank additions; read by all threads of a call
     kScratchAddend = 7,        // their result for a task's columns
     kScratchOrderedRows = 8,   // rows, their inputs in the order of a weight's groups; read by all threads of a call
-    kNumScratchSlots = 9,
+    kScratchSums = 9,          // a task's sums, to which its additions are added
+    kNumScratchSlots = 10,
 };
 
 }  // namespace triptych
