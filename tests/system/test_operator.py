@@ -32,14 +32,13 @@ KEEP = utility_pb2.PAUSE_MODE_KEEP
 
 @dataclass
 class Operated:
-    """An engine with eight prompts, what an undisturbed run makes of them, and its admin listener."""
+    """An engine with eight prompts, and its admin listener."""
 
     stack: Stack
     trio: Trio
     frontend: inference_pb2_grpc.InferenceServiceStub
     admin: admin_pb2_grpc.AdminServiceStub
     prompts: list[list[int]]
-    undisturbed: list[list[int]]
 
     async def call(self, **call: object) -> utility_pb2.UtilityResult:
         """Make a utility call; its failure is the RPC's status."""
@@ -56,10 +55,6 @@ class Operated:
         stats = await view.until(lambda now: now.num_generated_tokens >= wanted)
         assert stats.num_running == NUM_STREAMS
         return stats
-
-    async def check_undisturbed(self, tasks: list[asyncio.Task[list[int]]]) -> None:
-        """The streams end with the ids of a run that was left alone."""
-        assert await asyncio.gather(*tasks) == self.undisturbed
 
     async def state(self) -> session_pb2.EngineState:
         stub = engine_pb2_grpc.EngineCoreServiceStub(self.stack.channel(self.trio.engine))
@@ -78,16 +73,13 @@ async def operated(model: str, *flags: str) -> AsyncIterator[Operated]:
     prompts = [random_prompt(rng, 24, VOCAB_SIZE) for _ in range(NUM_STREAMS)]
     async with Stack() as stack:
         trio = await stack.start_all(model, *flags)
-        stub = stack.inference(trio.frontend)
-        answers = await asyncio.gather(*(collect(stub, request_of(prompt, NUM_TOKENS)) for prompt in prompts))
         async with grpc.aio.insecure_channel(listeners_of(trio.engine)[1]) as channel:
             yield Operated(
                 stack,
                 trio,
-                stub,
+                stack.inference(trio.frontend),
                 admin_pb2_grpc.AdminServiceStub(channel),
                 prompts,
-                [answer.token_ids for answer in answers],
             )
 
 
@@ -95,6 +87,7 @@ async def test_streams_survive_pauses_sleeps_and_resets_with_the_ids_of_an_undis
     slow_llama: str, tmp_path: Path
 ) -> None:
     async with operated(slow_llama, f"--profile-dir={tmp_path}") as engine:
+        undisturbed = await asyncio.gather(*engine.streams())
         tasks = engine.streams()
         await pause_and_resume(engine)
         for level in (0, 1, 2):
@@ -104,7 +97,7 @@ async def test_streams_survive_pauses_sleeps_and_resets_with_the_ids_of_an_undis
         await profile_under_load(engine, tmp_path)
         await refusals(engine)
         await engine.running()
-        await engine.check_undisturbed(tasks)
+        assert await asyncio.gather(*tasks) == undisturbed
 
 
 async def pause_and_resume(engine: Operated) -> None:
