@@ -200,4 +200,12 @@ class ServedStack:
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
     path = filter(None, (*_ROOTS, more.get("PYTHONPATH")))
-    return {**os.environ, "OMP_NUM_THREADS": "1", **more, "PYTHONPATH": os.pathsep.join(path)}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        # Only the test sends requests, and it knows when it stops the stack.
+        "TRIPTYCH_FRONTEND_DRAIN_LAG_S": "0",
+        "TRIPTYCH_FRONTEND_TEXT_WORKERS": "1",
+        **more,
+        "PYTHONPATH": os.pathsep.join(path),
+    }

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.chaos
 _KEYS = {"a": "key-of-tenant-a-0123", "b": "key-of-tenant-b-0123"}
 _LIMIT_S = 120.0
 _NUM_GUESSING = 8
-_GUESS_S = 6.0
+_GUESS_S = 2.0
 
 
 def _write_keys(folder: Path) -> Path:
