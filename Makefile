@@ -95,14 +95,20 @@ format: setup  ## format the code and fix what can be fixed
 check: setup $(BUF_STAMP)  ## formatting, lint, types, import contracts, architecture, protos
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(MAKE) --no-print-directory -j 2 check-types check-structure
+
+.PHONY: check-types check-structure check-stubs
+# On one core for a minute or two.
+check-types: setup
 	$(BIN)/mypy $(CODE)
+
+check-structure: setup $(BUF_STAMP)
 	$(BIN)/lint-imports
 	$(BUF) lint
 	$(BUF) breaking protos --against $(RELEASED)
 	$(MAKE) --no-print-directory check-stubs
 	$(PYTEST) -q tests/architecture
 
-.PHONY: check-stubs
 check-stubs: setup
 	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
 	(cd protos && ../$(BIN)/python -m grpc_tools.protoc -I . \
