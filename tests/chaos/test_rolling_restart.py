@@ -11,13 +11,13 @@ import pytest
 
 from benchmarks.rig.faults import terminate
 from benchmarks.rig.processes import ServiceProcess
-from benchmarks.rig.streams import Case, Load
+from benchmarks.rig.streams import Case, Load, make_cases
 from tests.chaos.scenarios import STANDARD
-from tests.chaos.scene import NUM_STREAMS, NUM_TOKENS
-from tests.chaos.stacks import Stack, Stacks, cases_with_marks, keep_logs
+from tests.chaos.stacks import Stack, Stacks, keep_logs
 
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="session")]
 
+_NUM_STREAMS, _NUM_TOKENS = 16, 128
 _STEP_S = 1.0
 _EXIT_LIMIT_S = 30.0
 # A frontend that is about to go is sent nothing new; it still takes what is on its way, for its drain lag.
@@ -54,12 +54,12 @@ class Flow:
 
 async def test_a_rolling_restart_of_everything_loses_nothing(stacks: Stacks) -> None:
     stack = await stacks.get(STANDARD)
-    cases = cases_with_marks(NUM_STREAMS, NUM_TOKENS)
+    cases = make_cases(_NUM_STREAMS, num_tokens=_NUM_TOKENS)
     oracle = await stacks.oracle(stack, cases)
     starts = {name: process.num_starts for name, process in stack.fleet.processes.items()}
-    flow = Flow(stack, Load(label=stacks.label()), cases[:NUM_STREAMS])
+    flow = Flow(stack, Load(label=stacks.label()), cases)
     exit_statuses = {}
-    async with flow.running(NUM_STREAMS):
+    async with flow.running(_NUM_STREAMS):
         for process in list(stack.fleet.processes.values()):
             await asyncio.sleep(_STEP_S)
             exit_statuses[process.name] = await _restart(stack, flow, process)
@@ -72,7 +72,7 @@ async def test_a_rolling_restart_of_everything_loses_nothing(stacks: Stacks) -> 
     assert {name: process.num_starts for name, process in stack.fleet.processes.items()} == {
         name: count + 1 for name, count in starts.items()
     }
-    assert len(flow.load.records) >= 2 * NUM_STREAMS
+    assert len(flow.load.records) >= 2 * _NUM_STREAMS
     assert await stacks.leaks() == []
 
 
