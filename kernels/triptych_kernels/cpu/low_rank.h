@@ -27,11 +27,12 @@ constexpr int kExpandedVectorsOneRow = 4;
 constexpr int64_t kUnitsAlone = 512;
 // Prefetch distance: what memory delivers during the latency of one request. B follows A.
 constexpr int64_t kMatricesAhead = 4096;
+constexpr int64_t kUpUnitBytes = 4 * kLanes;
 
 // The matrices of a slot for one part of a projection; low_rank.py lays them out.
 struct LowRankMatrices {
     const char* down;  // A: for each sixteen ranks [units][16] 32-bit numbers, pairs of bf16 or fp32; see last_lanes
-    const char* up;    // B: for each sixteen outputs [rank][16] numbers, padded with zeros
+    const char* up;    // B: for each sixteen outputs, padded with zeros, [units of ranks][16] such numbers
     int64_t rank;      // 0: there are none
     double scale;
 
@@ -71,6 +72,9 @@ static_assert(sizeof(LowRankMatrices) == 4 * sizeof(int64_t), "an entry is four 
 TRIPTYCH_INLINE void store_lanes(float* to, Mask lanes, Floats x) {
     lanes == 0xFFFF ? store(to, x) : store_part(to, lanes, x);
 }
+
+// Units of sixteen outputs of B.
+inline int64_t up_units(int64_t rank, bool is_fp32) { return is_fp32 ? rank : (rank + 1) / 2; }
 
 inline void prefetch_start(const char* matrices) {
     for (int64_t line = 0; line < kMatricesAhead; line += 64) __builtin_prefetch(matrices + line);
@@ -122,25 +126,48 @@ void shrink_tile(const char* down, int64_t unit_bytes, int64_t in_features, cons
 }
 
 // B times the shrunk x of R rows, for V times sixteen outputs. out: of the first of these, where lanes have a bit.
-template <class Dtype, int R, int V>
-void expand_tile(const typename Dtype::Element* up, int64_t rank, const float* const* shrunk, const Mask* lanes,
-                 float* const* out) {
+template <bool kIsFp32, int R, int V>
+void expand_tile(const char* up, int64_t rank, const float* const* shrunk, const Mask* lanes, float* const* out) {
     Floats sums[R][V];
     for (int r = 0; r < R; ++r) {
         for (int v = 0; v < V; ++v) sums[r][v] = zeros();
     }
-    for (int64_t j = 0; j < rank; ++j, up += kLanes) {
-        Floats weights[V];
+    const int64_t group_bytes = up_units(rank, kIsFp32) * kUpUnitBytes;
+    const auto load_units = [&](Words (&units)[V]) {
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) {
-            __builtin_prefetch(reinterpret_cast<const char*>(up + v * rank * kLanes) + kMatricesAhead);
-            weights[v] = Dtype::load(up + v * rank * kLanes);
+            __builtin_prefetch(up + v * group_bytes + kMatricesAhead);
+            units[v] = load_words(up + v * group_bytes);
         }
+        up += kUpUnitBytes;
+    };
+    const auto add_rank = [&](int64_t rank_index, const auto& weights_of) {
+        Floats weights[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) weights[v] = weights_of(v);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
-            const Floats x = splat(shrunk[r][j]);
+            const Floats x = splat(shrunk[r][rank_index]);
 #pragma GCC unroll 4
             for (int v = 0; v < V; ++v) sums[r][v] = fmadd(x, weights[v], sums[r][v]);
+        }
+    };
+    Words units[V];
+    int64_t j = 0;
+    if constexpr (kIsFp32) {
+        for (; j < rank; ++j) {
+            load_units(units);
+            add_rank(j, [&](int v) { return as_floats(units[v]); });
+        }
+    } else {
+        for (; j + 1 < rank; j += 2) {
+            load_units(units);
+            add_rank(j, [&](int v) { return lower_halves(units[v]); });
+            add_rank(j + 1, [&](int v) { return upper_halves(units[v]); });
+        }
+        if (j < rank) {
+            load_units(units);
+            add_rank(j, [&](int v) { return lower_halves(units[v]); });
         }
     }
     for (int r = 0; r < R; ++r) {
@@ -231,8 +258,8 @@ public:
                 } else if (first < last) {
                     const Columns columns{column, first - start, last - start};
                     float* to = out + (start - begin);
-                    table_.is_fp32() ? expand_part<Fp32>(run, matrices, columns, to, out_stride)
-                                     : expand_part<Bf16>(run, matrices, columns, to, out_stride);
+                    table_.is_fp32() ? expand_part<true>(run, matrices, columns, to, out_stride)
+                                     : expand_part<false>(run, matrices, columns, to, out_stride);
                 }
                 column += matrices.rank;
                 start = table_.part_end(part);
@@ -278,7 +305,7 @@ private:
         });
     }
 
-    template <class Dtype>
+    template <bool kIsFp32>
     void expand_part(const Run& run, const LowRankMatrices& matrices, const Columns& columns, float* out,
                      int64_t out_stride) const {
         const int64_t first = columns.first / kLanes, end = (columns.last + kLanes - 1) / kLanes;
@@ -286,28 +313,27 @@ private:
         int64_t group = first;
         for (; group + at_once <= end; group += at_once) {
             if (run.count == 1) {
-                expand_rows<Dtype, 1, kExpandedVectorsOneRow>(run, 0, matrices, columns, group, out, out_stride);
+                expand_rows<kIsFp32, 1, kExpandedVectorsOneRow>(run, 0, matrices, columns, group, out, out_stride);
             } else {
-                expand_run<Dtype, kExpandedVectors>(run, matrices, columns, group, out, out_stride);
+                expand_run<kIsFp32, kExpandedVectors>(run, matrices, columns, group, out, out_stride);
             }
         }
-        for (; group < end; ++group) expand_run<Dtype, 1>(run, matrices, columns, group, out, out_stride);
+        for (; group < end; ++group) expand_run<kIsFp32, 1>(run, matrices, columns, group, out, out_stride);
     }
 
-    template <class Dtype, int V>
+    template <bool kIsFp32, int V>
     void expand_run(const Run& run, const LowRankMatrices& matrices, const Columns& columns, int64_t group, float* out,
                     int64_t out_stride) const {
         for (int64_t done = 0; done < run.count; done += kExpandedRows) {
             with_rows<kExpandedRows>(std::min<int64_t>(kExpandedRows, run.count - done), [&](auto num_rows) {
-                expand_rows<Dtype, num_rows.value, V>(run, done, matrices, columns, group, out, out_stride);
+                expand_rows<kIsFp32, num_rows.value, V>(run, done, matrices, columns, group, out, out_stride);
             });
         }
     }
 
-    template <class Dtype, int R, int V>
+    template <bool kIsFp32, int R, int V>
     void expand_rows(const Run& run, int64_t done, const LowRankMatrices& matrices, const Columns& columns,
                      int64_t group, float* out, int64_t out_stride) const {
-        using Element = typename Dtype::Element;
         const float* shrunk[R];
         float* to[R];
         for (int r = 0; r < R; ++r) {
@@ -320,8 +346,8 @@ private:
             const int64_t column = (group + v) * kLanes;
             lanes[v] = static_cast<Mask>(first_lanes(columns.last - column) & ~first_lanes(columns.first - column));
         }
-        const Element* up = reinterpret_cast<const Element*>(matrices.up) + group * matrices.rank * kLanes;
-        expand_tile<Dtype, R, V>(up, matrices.rank, shrunk, lanes, to);
+        const char* up = matrices.up + group * up_units(matrices.rank, kIsFp32) * kUpUnitBytes;
+        expand_tile<kIsFp32, R, V>(up, matrices.rank, shrunk, lanes, to);
     }
 
     // body(a constant), for 1 to `Most` rows.

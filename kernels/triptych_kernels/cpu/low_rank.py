@@ -43,25 +43,25 @@ class NativeMatrices:
         lanes[-1] = F.pad(lanes[-1], (0, 0, 0, -len(lanes[-1]) % _LANES_STEP))
         shrinking = torch.cat([group.T.flatten() for group in lanes])
         columns = F.pad(up, (0, 0, 0, -self.out_features % _LANES))
-        expanding = columns.unflatten(0, (-1, _LANES)).transpose(1, 2).flatten()
+        expanding = _units(columns).unflatten(0, (-1, _LANES)).transpose(1, 2).flatten()
         # The last unit of A is read as a whole vector.
         start = shrinking.nbytes + -shrinking.nbytes % _VECTOR_BYTES
         self.num_bytes = start + expanding.nbytes + _VECTOR_BYTES
         self._memory = _memory.take(self.num_bytes)
         self._memory[shrinking.nbytes : start] = 0
         self._memory[: shrinking.nbytes].view(torch.int32).copy_(shrinking)
-        self._memory[start : start + expanding.nbytes].view(self.dtype).copy_(expanding)
+        self._memory[start : start + expanding.nbytes].view(torch.int32).copy_(expanding)
         self._memory[start + expanding.nbytes :] = 0
         address = self._memory.data_ptr()
         (scale_bits,) = struct.unpack("=q", struct.pack("=d", scale))
         self.entry = (address, address + start, self.rank, scale_bits)
 
 
-def _units(down: Tensor) -> Tensor:
-    """[rank, K] as [rank, units] of 32 bits."""
-    if down.dtype is torch.float32:
-        return down.contiguous().view(torch.int32)
-    return F.pad(down, (0, down.shape[1] % 2)).contiguous().view(torch.int32)
+def _units(matrix: Tensor) -> Tensor:
+    """[N, K] as [N, units] of 32 bits."""
+    if matrix.dtype is torch.float32:
+        return matrix.contiguous().view(torch.int32)
+    return F.pad(matrix, (0, matrix.shape[1] % 2)).contiguous().view(torch.int32)
 
 
 class NativeLowRank:

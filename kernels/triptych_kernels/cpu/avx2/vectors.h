@@ -174,6 +174,11 @@ TRIPTYCH_INLINE Floats widen_halves(Halves x) {
     const __m256i high = _mm256_cvtepu16_epi32(_mm256_extracti128_si256(x, 1));
     return as_floats({_mm256_slli_epi32(low, 16), _mm256_slli_epi32(high, 16)});
 }
+// Of pairs of bf16, the first and the second.
+TRIPTYCH_INLINE Floats lower_halves(Words x) {
+    return as_floats({_mm256_slli_epi32(x.low, 16), _mm256_slli_epi32(x.high, 16)});
+}
+TRIPTYCH_INLINE Floats upper_halves(Words x) { return as_floats(both(x, splat_word(static_cast<int>(0xFFFF0000u)))); }
 // To the nearest, ties to even; a NaN stays one. In the lower halves of lanes whose upper halves are zero.
 TRIPTYCH_INLINE __m256i narrow_eight(__m256 x) {
     const __m256i bits = _mm256_castps_si256(x);

@@ -85,6 +85,9 @@ TRIPTYCH_INLINE float highest_lane(Mask mask, Floats x) { return _mm512_mask_red
 TRIPTYCH_INLINE Floats widen_halves(Halves x) {
     return as_floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
 }
+// Of pairs of bf16, the first and the second.
+TRIPTYCH_INLINE Floats lower_halves(Words x) { return as_floats(_mm512_slli_epi32(x, 16)); }
+TRIPTYCH_INLINE Floats upper_halves(Words x) { return as_floats(both(x, splat_word(static_cast<int>(0xFFFF0000u)))); }
 // Whole numbers from -128 to 127.
 TRIPTYCH_INLINE void store_int8(int8_t* to, Floats x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
