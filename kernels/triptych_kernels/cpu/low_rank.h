@@ -179,9 +179,10 @@ void expand_tile(const char* up, int64_t rank, const float* const* shrunk, const
 class LowRankRows {
 public:
     // slots: of each row; -1 and those without matrices add nothing. Precondition: they are below the table's number.
-    LowRankRows(LowRankTable table, const int64_t* slots, int64_t num_rows) : table_(table) {
-        rows_.reserve(num_rows);
-        others_.reserve(num_rows);
+    LowRankRows(LowRankTable table, const int64_t* slots, int64_t num_rows) : table_(table), memory_(memory()) {
+        rows_.clear();
+        others_.clear();
+        runs_.clear();
         int64_t known = -1;  // a slot with matrices
         bool is_ordered = true;
         for (int64_t row = 0; row < num_rows; ++row) {
@@ -210,8 +211,8 @@ public:
     // scale * A x of all parts. shrunk: num_shrunk() numbers, for `expand`.
     void shrink(const char* x, int64_t x_stride_bytes, float* shrunk) {
         shrunk_ = shrunk;
-        std::vector<ShrunkTile> tiles;
-        tiles.reserve(num_active() * table_.num_parts());
+        std::vector<ShrunkTile>& tiles = memory_.tiles;
+        tiles.clear();
         for (const Run& run : runs_) {
             int64_t column = 0;
             for (int64_t part = 0; part < table_.num_parts(); column += run.parts[part].rank, ++part) {
@@ -277,6 +278,16 @@ private:
         const LowRankMatrices* matrices;
         int64_t group, first, count, column;
     };
+    // Kept by a thread, so that a call allocates nothing. It belongs to one object at a time.
+    struct Memory {
+        std::vector<int64_t> rows, others;
+        std::vector<Run> runs;
+        std::vector<ShrunkTile> tiles;
+    };
+    static Memory& memory() {
+        static thread_local Memory of_thread;
+        return of_thread;
+    }
     // Of the shrunk rows, the first of a part; of the part, a range.
     struct Columns {
         int64_t shrunk, first, last;
@@ -360,8 +371,10 @@ private:
     }
 
     const LowRankTable table_;
-    std::vector<int64_t> rows_, others_;
-    std::vector<Run> runs_;
+    Memory& memory_;
+    std::vector<int64_t>& rows_ = memory_.rows;
+    std::vector<int64_t>& others_ = memory_.others;
+    std::vector<Run>& runs_ = memory_.runs;
     float* shrunk_ = nullptr;
 };
 
