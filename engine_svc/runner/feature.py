@@ -92,6 +92,13 @@ class RunnerFeature:
         """
         raise NotImplementedError
 
+    def prepare_at_once(self, extra: Any) -> Any:
+        """What `prepare` would return, if it is at hand; None: `prepare` is to be called. Must not wait.
+
+        Thread-safe, as `prepare`, but called in the thread that asks for the preparation.
+        """
+        return None
+
     def release(self, prepared: Any) -> None:
         """A request for which `prepare` has returned this has ended. Thread-safe, as `prepare`.
 

@@ -149,6 +149,7 @@ class _Lane:
 class Preparer:
     """Prepares in turns of accounts and keeps the results, as rows come and go with preemptions.
 
+    What is at hand needs none: the first step of a request would wait for two switches to other threads.
     What may take long has a thread of its own, so that all else does not wait for it. An account is slow that
     has had a long one in the last minute: while others prepare something, all of its preparations go there.
     Where one of a slow account is in that thread, what may take long of one that is not goes to the other.
@@ -165,6 +166,7 @@ class Preparer:
         self._features = {feature.prepares: feature for feature in features if feature.prepares is not None}
         self._lock = threading.Lock()
         self._accounts = SlowAccounts()
+        self._on_prepared = on_prepared
         calls = (self._prepare, on_prepared, self._note_time, self._release)
         self._slow = _Lane(self._lock, *calls)
         self._quick = _Lane(self._lock, *calls, self._passed_on)
@@ -173,6 +175,13 @@ class Preparer:
 
     def prepare(self, number: int, request_id: str, extras: Extras, account: str, weight: int) -> None:
         """Prepare the extras of a request; answered through `on_prepared`. Returns at once."""
+        at_hand = self._at_hand(extras)
+        if at_hand is not None:
+            self._preparations[request_id] = _Preparation(
+                number, extras, account, weight, self._quick, at_hand, is_prepared=True
+            )
+            self._on_prepared(number, None)
+            return
         pairs = [(self._features.get(kind), extra) for kind, extra in extras.items()]
         is_slow = any(feature is not None and feature.is_slow_to_prepare(extra) for feature, extra in pairs)
         now = time.monotonic()
@@ -206,6 +215,15 @@ class Preparer:
             lane.stop()
         for feature in self._features.values():
             feature.stop_preparing()
+
+    def _at_hand(self, extras: Extras) -> Extras | None:
+        """What takes the place of a request's only extra, if that needs no thread."""
+        if len(extras) != 1:
+            return None
+        ((kind, extra),) = extras.items()
+        feature = self._features.get(kind)
+        prepared = None if feature is None else feature.prepare_at_once(extra)
+        return None if prepared is None else {kind: prepared}
 
     def _may_be_quick(self, account: str, now: float) -> bool:
         holder = self._slow.running_account

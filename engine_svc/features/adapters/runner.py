@@ -84,6 +84,9 @@ class AdapterRows(RunnerFeature):
     def prepare(self, extra: AdapterUse) -> LoadedAdapter:
         return self._store.lease(extra)
 
+    def prepare_at_once(self, extra: AdapterUse) -> LoadedAdapter | None:
+        return self._store.lease_loaded(extra)
+
     def release(self, prepared: LoadedAdapter) -> None:
         self._store.give_back(prepared)
 

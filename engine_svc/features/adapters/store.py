@@ -89,10 +89,9 @@ class AdapterStore:
 
         The scheduler lets no more different ones be in use than there is room for.
         """
-        with self._lock:
-            self._pins = self._pins.newest(use.pins)
-            if use.digest in self._loaded:
-                return self._leased(use.digest)
+        adapter = self.lease_loaded(use)
+        if adapter is not None:
+            return adapter
         with self._load_lock:
             with self._lock:
                 # Another thread may have loaded it meanwhile.
@@ -106,6 +105,12 @@ class AdapterStore:
                 self.peak_in_memory = max(self.peak_in_memory, len(self._in_memory))
                 self._loaded[use.digest] = adapter
                 return self._leased(use.digest)
+
+    def lease_loaded(self, use: AdapterUse) -> LoadedAdapter | None:
+        """The same for one that is loaded; else None. Waits for nothing."""
+        with self._lock:
+            self._pins = self._pins.newest(use.pins)
+            return self._leased(use.digest) if use.digest in self._loaded else None
 
     def _leased(self, digest: str) -> LoadedAdapter:
         adapter = self._loaded[digest]

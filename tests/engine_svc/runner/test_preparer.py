@@ -25,13 +25,14 @@ from triptych_kit.shares import SLOW_S
 class Order(Extra):
     """What is to be prepared. held: until the feature's gate opens. is_slow: as the feature says.
 
-    is_long: for longer than preparations of accounts that are not slow.
+    is_long: for longer than preparations of accounts that are not slow.  at_hand: it is prepared at once.
     """
 
     text: str
     held: bool = False
     is_slow: bool = False
     is_long: bool = False
+    at_hand: bool = False
     blocker: str = "order"
 
 
@@ -55,6 +56,9 @@ class Kitchen(RunnerFeature):
 
     def is_slow_to_prepare(self, extra: Order) -> bool:
         return extra.is_slow
+
+    def prepare_at_once(self, extra: Order) -> str | None:
+        return Dish(extra.text.upper()) if extra.at_hand else None
 
     def release(self, prepared: str) -> None:
         self.released.put(prepared)
@@ -122,6 +126,22 @@ def test_no_call_of_a_feature_is_in_the_callers_thread(rig: Rig):
     rig.answer(), rig.answer()
     (thread,) = set(rig.feature.threads)
     assert thread != threading.get_ident()
+
+
+def test_what_is_at_hand_waits_for_no_thread_and_is_released_once(rig: Rig):
+    rig.prepare(1, Order("first", held=True))
+    rig.prepare(2, Order("b", at_hand=True))
+    assert rig.answers.get_nowait() == (2, None)
+    assert rig.extras_of(2) == {Order: "B", Extra: "else"}
+    rig.preparer.drop_prepared("r2")
+    rig.preparer.drop_prepared("r2")
+    assert rig.feature.released.get_nowait() == "B"
+    assert rig.feature.released.empty() and rig.extras_of(2)[Order] == Order("raw")
+    # One of several extras alone is no answer.
+    rig.preparer.prepare(3, "r3", {Order: Order("c", at_hand=True), OtherOrder: OtherOrder()}, "a", 1)
+    assert rig.answers.empty()
+    rig.feature.gate.set()
+    assert [rig.answer()[0], rig.answer()[0]] == [1, 3]
 
 
 def test_quick_ones_do_not_wait_for_slow_ones(rig: Rig):

@@ -52,6 +52,17 @@ def test_one_with_a_lease_stays_and_more_leases_than_room_are_refused(store):
     assert "b" in store and "a" not in store
 
 
+def test_one_that_is_loaded_is_leased_without_a_load_and_others_are_not(store, loads):
+    assert store.lease_loaded(use_of("a")) is None
+    first = store.lease(use_of("a"))
+    assert store.lease_loaded(use_of("a")) is first and first.num_leases == 2
+    store.lease(use_of("b"))
+    store.give_back(first)
+    with pytest.raises(RequestFailed, match="2 adapters are in use"):
+        store.lease(use_of("c"))
+    assert loads == ["a", "b"]
+
+
 def test_a_pinned_one_stays_until_nothing_else_can_give_way(store, loads):
     pins = Pins(1, ("a",))
     store.give_back(store.lease(use_of("a", pins)))
