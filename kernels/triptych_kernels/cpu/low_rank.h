@@ -21,8 +21,6 @@ constexpr int64_t kLanes = 16;
 constexpr int kChains = 4;  // of a number of A x, for units in turn: one alone would wait for each multiply-add
 constexpr int kShrunkRows = kVectors > 1 ? 4 : 1;
 constexpr int kExpandedRows = 4;
-constexpr int kExpandedVectors = kVectors;
-constexpr int kExpandedVectorsOneRow = 4;
 // Units of A, 64 bytes each, that one thread reads in the time that other threads need to begin.
 constexpr int64_t kUnitsAlone = 512;
 // Prefetch distance: what memory delivers during the latency of one request. B follows A.
@@ -319,46 +317,44 @@ private:
     template <bool kIsFp32>
     void expand_part(const Run& run, const LowRankMatrices& matrices, const Columns& columns, float* out,
                      int64_t out_stride) const {
-        const int64_t first = columns.first / kLanes, end = (columns.last + kLanes - 1) / kLanes;
-        const int64_t at_once = run.count == 1 ? kExpandedVectorsOneRow : kExpandedVectors;
-        int64_t group = first;
-        for (; group + at_once <= end; group += at_once) {
-            if (run.count == 1) {
-                expand_rows<kIsFp32, 1, kExpandedVectorsOneRow>(run, 0, matrices, columns, group, out, out_stride);
-            } else {
-                expand_run<kIsFp32, kExpandedVectors>(run, matrices, columns, group, out, out_stride);
+        int64_t group = columns.first / kLanes;
+        const int64_t end = (columns.last + kLanes - 1) / kLanes;
+        const auto expand_groups = [&](auto num_vectors) {
+            constexpr int V = num_vectors.value;
+            for (; group + V <= end; group += V) {
+                expand_run<kIsFp32, V>(run, matrices, columns, group, out, out_stride);
             }
+        };
+        // For several rows the registers of AVX2 hold the sums of no more than one vector.
+        if (kVectors > 1 || run.count == 1) {
+            expand_groups(std::integral_constant<int, 4>());
+            expand_groups(std::integral_constant<int, 2>());
         }
-        for (; group < end; ++group) expand_run<kIsFp32, 1>(run, matrices, columns, group, out, out_stride);
+        expand_groups(std::integral_constant<int, 1>());
     }
 
     template <bool kIsFp32, int V>
     void expand_run(const Run& run, const LowRankMatrices& matrices, const Columns& columns, int64_t group, float* out,
                     int64_t out_stride) const {
-        for (int64_t done = 0; done < run.count; done += kExpandedRows) {
-            with_rows<kExpandedRows>(std::min<int64_t>(kExpandedRows, run.count - done), [&](auto num_rows) {
-                expand_rows<kIsFp32, num_rows.value, V>(run, done, matrices, columns, group, out, out_stride);
-            });
-        }
-    }
-
-    template <bool kIsFp32, int R, int V>
-    void expand_rows(const Run& run, int64_t done, const LowRankMatrices& matrices, const Columns& columns,
-                     int64_t group, float* out, int64_t out_stride) const {
-        const float* shrunk[R];
-        float* to[R];
-        for (int r = 0; r < R; ++r) {
-            const int64_t index = run.first + done + r;
-            shrunk[r] = shrunk_ + index * table_.total_rank() + columns.shrunk;
-            to[r] = out + rows_[index] * out_stride + group * kLanes;
-        }
         Mask lanes[V];
         for (int v = 0; v < V; ++v) {
             const int64_t column = (group + v) * kLanes;
             lanes[v] = static_cast<Mask>(first_lanes(columns.last - column) & ~first_lanes(columns.first - column));
         }
         const char* up = matrices.up + group * up_units(matrices.rank, kIsFp32) * kUpUnitBytes;
-        expand_tile<kIsFp32, R, V>(up, matrices.rank, shrunk, lanes, to);
+        const float* shrunk_row = shrunk_ + run.first * table_.total_rank() + columns.shrunk;
+        for (int64_t done = 0; done < run.count; done += kExpandedRows) {
+            with_rows<kExpandedRows>(std::min<int64_t>(kExpandedRows, run.count - done), [&](auto num_rows) {
+                constexpr int R = num_rows.value;
+                const float* shrunk[R];
+                float* to[R];
+                for (int r = 0; r < R; ++r) {
+                    shrunk[r] = shrunk_row + (done + r) * table_.total_rank();
+                    to[r] = out + rows_[run.first + done + r] * out_stride + group * kLanes;
+                }
+                expand_tile<kIsFp32, R, V>(up, matrices.rank, shrunk, lanes, to);
+            });
+        }
     }
 
     // body(a constant), for 1 to `Most` rows.
