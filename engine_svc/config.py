@@ -138,6 +138,17 @@ class CoreConfig(SecurityOptions):
         help="how quantized weights are multiplied: with hidden states as they are, or rounded to int8 by "
         "blocks, which loses little and is faster; auto: the faster that this device has",
     )
+    packed_weights_cache: str = option(
+        "auto",
+        help="folder that keeps the weights of native models as a CPU's kernels read them, for later starts "
+        "and other engines of this host; off: they are packed at each start; auto: triptych/weights in the "
+        "user's cache ($XDG_CACHE_HOME or ~/.cache)",
+    )
+    packed_weights_cache_size: int = option(
+        64 << 30,
+        size=True,
+        help="most bytes in that folder; beyond, what was not used for longest is removed",
+    )
     tensor_parallel_size: int = option(1, short="tp", help="processes that share every layer of the model")
     pipeline_parallel_size: int = option(
         1, short="pp", help="stages of the model's layers, each in its own processes"
@@ -327,6 +338,13 @@ class CoreConfig(SecurityOptions):
             self.session_idle_s,
             "above 0, at most a day",
         )
+        require(
+            self.packed_weights_cache_size >= 0,
+            "packed_weights_cache_size",
+            self.packed_weights_cache_size,
+            "0 or more",
+        )
+        require(bool(self.packed_weights_cache), "packed_weights_cache", "''", "a folder, off or auto")
         require(self.max_idle_sessions >= 0, "max_idle_sessions", self.max_idle_sessions, "0 or more")
         require(0 < self.prefill_share < 1, "prefill_share", self.prefill_share, "above 0 and below 1")
         self._check_speculation()

@@ -43,6 +43,9 @@ if _NUM_WORKERS > 1:
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="triptych-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
+# Checkpoints of tests are new ones, which no later start loads: files of hundreds of megabytes would remain.
+os.environ["TRIPTYCH_ENGINE_PACKED_WEIGHTS_CACHE"] = "off"
+
 # A shell starts background jobs with SIGINT ignored, and nohup a command with SIGHUP ignored, which every
 # process that a test starts would inherit.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from engine_svc.model.decoder import Model
 from engine_svc.model.facts import ModelFacts
 from engine_svc.model.loading.checkpoint import Checkpoint
 from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
+from engine_svc.model.loading.packed_weights import PackedWeightsOptions
+from engine_svc.model.loading.user_cache import user_cache
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.model.parallel import Parallel
 from engine_svc.runner.control import RunnerControl, runner_calls
@@ -131,7 +133,17 @@ def load_options(config: EngineConfig) -> LoadOptions:
         cpu_isa=config.cpu_isa,
         activations=config.activations,
         pooling=config.pooling,
+        packed_weights=_packed_weights(config),
     )
+
+
+def _packed_weights(config: EngineConfig) -> PackedWeightsOptions | None:
+    given = config.packed_weights_cache
+    cache = user_cache() if given == "auto" else None
+    if given == "off" or (given == "auto" and cache is None):
+        return None
+    folder = Path(given) if cache is None else cache / "weights"
+    return PackedWeightsOptions(folder, config.packed_weights_cache_size)
 
 
 def kernel_mode(config: EngineConfig, loaded: LoadedModel) -> str:
@@ -168,7 +180,11 @@ def make_runner(
     # Neither function refers to `loaded`: it would keep the weights alive while the engine sleeps.
     def load(checkpoint: Checkpoint) -> tuple[Model, ModelFacts]:
         share = None if experts is None else experts.share
-        again = load_model(checkpoint, load_options(config), parallel=parallel, share=share, ops=ops)
+        options = load_options(config)
+        if (kept := options.packed_weights) is not None:
+            # In training, weights are replaced by others soon.
+            options = replace(options, packed_weights=replace(kept, is_written=False))
+        again = load_model(checkpoint, options, parallel=parallel, share=share, ops=ops)
         if experts is not None:
             experts.attach(again, checkpoint)
         proposer.attach(again.model, checkpoint)
@@ -242,7 +258,8 @@ def free_memory(config: EngineConfig, loaded: LoadedModel, reserved: int = 0) ->
     """
     if loaded.device.type == "cpu":
         free = free_host_memory()
-        less = f", less {reserved >> 20} MiB for drafts and adapters," if reserved else ""
+        reserved += loaded.shared_bytes
+        less = f", less {reserved >> 20} MiB for shared weights, drafts and adapters," if reserved else ""
         return FreeMemory(max(0, free.num_bytes - reserved), free.how + less)
     if config.num_kv_blocks is not None or config.kv_cache_memory is not None:
         return present_device_memory()

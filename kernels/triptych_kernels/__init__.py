@@ -7,6 +7,7 @@ import torch
 from triptych_kernels import cpu
 from triptych_kernels.attention_batch import AttentionBatch
 from triptych_kernels.cpu.memory import LARGE_PAGE_BYTES, populate, prefer_large_pages, prefer_small_pages
+from triptych_kernels.cpu.panel_memory import own_panels
 from triptych_kernels.ops import (
     DenseLayer,
     Experts,
@@ -16,6 +17,7 @@ from triptych_kernels.ops import (
     LowRank,
     LowRankMatrices,
     Ops,
+    PackedParts,
     PackLinear,
     Penalised,
 )
@@ -24,9 +26,9 @@ from triptych_kernels.reference import REFERENCE, uniform_noise
 
 __all__ = [
     "LARGE_PAGE_BYTES", "REFERENCE", "AttentionBatch", "DenseLayer", "Experts", "FusedLayers", "JoinedWeight",
-    "LayerLowRank", "Linear", "LowRank", "LowRankMatrices", "Ops", "PackLinear", "Penalised",
-    "QuantizedWeight", "Weight", "as_tensor", "join_rows", "ops_for", "populate", "prefer_large_pages",
-    "prefer_small_pages", "set_num_threads", "uniform_noise",
+    "LayerLowRank", "Linear", "LowRank", "LowRankMatrices", "Ops", "PackLinear", "PackedParts", "Penalised",
+    "QuantizedWeight", "Weight", "as_tensor", "join_rows", "ops_for", "own_panels", "populate",
+    "prefer_large_pages", "prefer_small_pages", "set_num_threads", "uniform_noise",
 ]  # fmt: skip
 
 

@@ -256,6 +256,18 @@ class Penalised:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedParts:
+    """What a packed projection or mixture is made of, to be kept in a file."""
+
+    content: object  # of what JSON has: where the tensors belong, by their indices, and everything else
+    tensors: tuple[Tensor, ...]
+
+
+def _no_parts(parts: PackedParts) -> Linear | Experts:
+    raise ValueError("what is packed here is not made of parts")
+
+
+@dataclass(frozen=True, slots=True)
 class Ops:
     """One function per op; reference/ defines what each computes. `name` appears in logs and fingerprints."""
 
@@ -283,6 +295,10 @@ class Ops:
     # Of a packed projection, what gives rows [T, in_features] of its weight by their indices [T] int64, in
     # the dtype of its inputs. None where only products can be made of it.
     look_up: Callable[[Linear], Callable[[Tensor], Tensor] | None] = lambda linear: None
+    # What is packed, as parts that share its memory; None where packing it again takes no longer than
+    # reading them. And the same again of parts, which it keeps: ValueError for others.
+    take_apart: Callable[[Linear | Experts], PackedParts | None] = lambda packed: None
+    put_together: Callable[[PackedParts], Linear | Experts] = _no_parts
     # Arguments: layers, final_norm and cos_sin. None if the layers, or this device, do not support it.
     fuse_layers: Callable[[Sequence[DenseLayer], Tensor, Tensor], FusedLayers | None] = (
         lambda layers, final_norm, cos_sin: None
@@ -291,5 +307,6 @@ class Ops:
 
 __all__ = [
     "AttentionBatch", "DenseLayer", "Experts", "FusedLayers", "LayerCache", "LayerLowRank", "Linear",
-    "LowRank", "LowRankMatrices", "MakeLowRank", "Ops", "PackExperts", "PackLinear", "Penalised",
+    "LowRank", "LowRankMatrices", "MakeLowRank", "Ops", "PackExperts", "PackLinear", "PackedParts",
+    "Penalised",
 ]  # fmt: skip

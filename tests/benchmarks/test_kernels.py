@@ -36,6 +36,8 @@ def test_every_op_of_the_table_is_measured():
         "needs_clean_blocks",
         "activations",
         "look_up",
+        "put_together",
+        "take_apart",
     }
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,14 @@ from engine_svc.model.loading.checkpoint import Checkpoint, replaced_tensors, we
 from engine_svc.model.loading.folder import read_header, read_json_object, weight_files
 from engine_svc.model.loading.formats.sources import weight_sources
 from engine_svc.model.loading.model_config import ModelConfig
+from engine_svc.model.loading.packed_weights import (
+    Collected,
+    Kept,
+    PackedWeights,
+    PackedWeightsOptions,
+    open_packed_weights,
+    packed_key,
+)
 from engine_svc.model.loading.progress import Progress
 from engine_svc.model.loading.weights import WeightReader
 from engine_svc.model.native.build import DecoderBuilder
@@ -60,6 +69,7 @@ class LoadedModel:
     ops: Ops
     device: torch.device
     activations: str = ""  # how rows are multiplied with quantized weights; "": there are none
+    shared_bytes: int = 0  # of its weights, in pages of a file: the system counts them as free
 
     @property
     def implementation(self) -> str:
@@ -81,6 +91,7 @@ class LoadOptions:
     activations: how rows are multiplied with quantized weights, "exact" or rounded to "int8"; "auto" is the
         fastest that the device has.
     pooling: whether and how results are made from hidden states.
+    packed_weights: where packed weights of native models are kept on a CPU; None: nowhere.
     """
 
     dtype: str = "auto"
@@ -92,6 +103,7 @@ class LoadOptions:
     cpu_isa: str = "auto"
     activations: str = "exact"
     pooling: PoolingOptions | None = None
+    packed_weights: PackedWeightsOptions | None = None
 
 
 def ignore_progress(phase: str, done: int, total: int) -> None:
@@ -205,15 +217,14 @@ def _load(
     )
     model: NativeDecoder | TransformersModel | EncoderModel
     classify: Head | None = None
-    activations = ""
+    activations, shared_bytes = "", 0
     if pooling is not None and pooling.has_score_head:
         classify = read_score_head(reader, pooling.num_classes, config.config.hidden_size)
     if _is_native(config, options, parallel, share):
         chosen = _choose_activations(options.activations, ops)
-        model, is_quantized = _native(
-            config, reader, facts, options.quantization, chosen, device, ops, parallel, share
-        )
-        activations = chosen if is_quantized else ""
+        native = _native(checkpoint, config, reader, facts, options, chosen, device, ops, parallel, share)
+        model, shared_bytes = native.model, native.shared_bytes
+        activations = chosen if native.is_quantized else ""
         kv_shapes: tuple[KVShape, ...] = model.kv_shapes
         num_parameters = model.num_parameters
         facts = replace(facts, expert_choices=model.expert_choices, state_size=model.hidden_size)
@@ -244,7 +255,7 @@ def _load(
     facts = replace(
         facts, kv_shapes=kv_shapes, num_parameters=num_parameters, hidden_size=model.embedding_size
     )
-    return LoadedModel(model, facts, ops, device, activations)
+    return LoadedModel(model, facts, ops, device, activations, shared_bytes)
 
 
 def _choose_activations(requested: str, ops: Ops) -> str:
@@ -413,45 +424,83 @@ def _is_native(
     return True
 
 
+@dataclass(frozen=True, slots=True)
+class _Native:
+    """A native model, whether its checkpoint has any matrices quantized, and bytes that it shares."""
+
+    model: NativeDecoder
+    is_quantized: bool
+    shared_bytes: int = 0
+
+
 def _native(
+    checkpoint: Checkpoint,
     config: ModelConfig,
     reader: WeightReader,
     facts: ModelFacts,
-    quantization: str,
+    options: LoadOptions,
     activations: str,
     device: torch.device,
     ops: Ops,
     parallel: Parallel,
     share: ExpertShare | None,
-) -> tuple[NativeDecoder, bool]:
-    """The model, and whether the checkpoint has any of its matrices quantized."""
-    spec = read_spec(config.config)
-    builder = builder_type(spec)(
-        spec=spec,
-        weights=reader,
-        ops=ops,
-        parallel=parallel,
-        dtype=_DTYPES[facts.dtype],
-        quantization=quantization,
-        activations=activations,
-        share=share,
-        samples=GENERATE in facts.tasks,
-    )
+) -> _Native:
+    spec, samples = read_spec(config.config), GENERATE in facts.tasks
     cos_sin = _rotary_table(config, facts).to(device)
-    try:
-        model = builder.build(facts.architecture, cos_sin)
-    except ValueError as error:
-        if isinstance(error, CheckpointError | UnsupportedModel):
-            raise
-        raise UnsupportedModel(f"{facts.architecture}: {error}") from error
-    # A model that only pools needs no head for tokens; its checkpoint may have one.
-    unread = [name for name in reader.unread() if builder.samples or name != "lm_head.weight"]
-    if parallel.tp_size * parallel.pp_size == 1 and share is None and unread:
-        logger.warning(
-            "weights of the checkpoint that the model does not use", extra={"names": listed(unread)}
+
+    def build(packed: PackedWeights) -> tuple[NativeDecoder, bool]:
+        builder = builder_type(spec)(
+            spec=spec,
+            weights=reader,
+            ops=ops,
+            parallel=parallel,
+            dtype=_DTYPES[facts.dtype],
+            quantization=options.quantization,
+            activations=activations,
+            share=share,
+            samples=samples,
+            packed=packed,
         )
+        try:
+            return builder.build(facts.architecture, cos_sin), builder.has_quantized
+        except ValueError as error:
+            if isinstance(error, CheckpointError | UnsupportedModel):
+                raise
+            raise UnsupportedModel(f"{facts.architecture}: {error}") from error
+
+    # A few weights are packed in no time, and those of several folders are seldom loaded twice.
+    kept = options.packed_weights
+    if kept is not None and (device.type != "cpu" or reader.num_bytes < kept.min_bytes or reader.replaced):
+        kept = None
+    layout = {
+        "ops": ops.name,
+        "quantization": options.quantization,
+        "activations": activations,
+        "tp": [parallel.tp_rank, parallel.tp_size],
+        "ep": [parallel.ep_rank, parallel.ep_size],
+        "pp": [parallel.pp_rank, parallel.pp_size],
+        "share": None if share is None else [share.rank, share.size],
+        "samples": samples,
+    }
+    key = "" if kept is None else packed_key(facts.weights_digest, reader.files, layout)
+    with open_packed_weights(kept, checkpoint.folder.name, key, ops) as packed:
+        model, is_quantized = build(packed)
+        # A model that only pools needs no head for tokens; its checkpoint may have one.
+        unread = [name for name in reader.unread() if samples or name != "lm_head.weight"]
+        notes: Mapping[str, Any] = {"unread": unread, "is_quantized": is_quantized}
+        if isinstance(packed, Kept):
+            notes = packed.notes
+        if isinstance(packed, Collected) and packed.write(notes):
+            # In the memory that other engines have, too; never in both.
+            del model
+            packed = packed.reopened()
+            model, _ = build(packed)
     reader.finish()
-    return model, builder.has_quantized
+    if parallel.tp_size * parallel.pp_size == 1 and share is None and notes["unread"]:
+        logger.warning(
+            "weights of the checkpoint that the model does not use", extra={"names": listed(notes["unread"])}
+        )
+    return _Native(model, notes["is_quantized"], packed.shared_bytes if isinstance(packed, Kept) else 0)
 
 
 def _rotary_table(config: ModelConfig, facts: ModelFacts) -> Tensor:

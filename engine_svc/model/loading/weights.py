@@ -46,7 +46,7 @@ class WeightReader:
     a decoder's names get where it was saved without its head, and they lack it. `sources` are the weights
     that are stored as other tensors, by the names that they would have in the files.
     Several threads may read; progress is reported under a lock, in the thread that reads.
-    `names` are the weights of the checkpoint, `quantized` those of `sources`.
+    `names` are the weights of the checkpoint, `quantized` those of `sources`, `num_bytes` is the files' size.
     Raises CheckpointError for files that cannot be read and names that they lack.
     """
 
@@ -85,10 +85,10 @@ class WeightReader:
         self._device = torch.device(device)
         self._dtype = dtype
         self._progress = progress
-        self._total = sum(file.num_bytes for file in self.files)
+        self.num_bytes = sum(file.num_bytes for file in self.files)
         self._done = 0
         self._lock = threading.Lock()
-        progress("weights", 0, self._total)
+        progress("weights", 0, self.num_bytes)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""
@@ -142,8 +142,8 @@ class WeightReader:
 
     def finish(self) -> None:
         """Report that reading is over, even if tensors were left unread."""
-        self._done = self._total
-        self._progress("weights", self._total, self._total)
+        self._done = self.num_bytes
+        self._progress("weights", self.num_bytes, self.num_bytes)
 
     def _stored_weight(self, name: str) -> Tensor | QuantizedWeight:
         source = self._sources.get(name)
@@ -167,8 +167,8 @@ class WeightReader:
         with self._lock:
             self._unread.pop(name, None)
             # A tensor may be read twice, for two uses; it counts once.
-            self._done = min(self._total, self._done + tensor.nbytes)
-            self._progress("weights", self._done, self._total)
+            self._done = min(self.num_bytes, self._done + tensor.nbytes)
+            self._progress("weights", self._done, self.num_bytes)
         return tensor
 
     @overload

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.facts import KVShape
+from engine_svc.model.loading.packed_weights import NothingKept, PackedWeights
 from engine_svc.model.loading.weights import WeightReader
 from engine_svc.model.low_rank import ProjectionPart
 from engine_svc.model.native.decoder import NativeDecoder, TokenEmbedding
@@ -26,7 +28,7 @@ from engine_svc.model.native.layers import (
 )
 from engine_svc.model.native.spec import DecoderSpec, ExpertsSpec
 from engine_svc.model.parallel import Parallel
-from triptych_kernels import Experts, Linear, Ops, PackLinear, QuantizedWeight, Weight, as_tensor, join_rows
+from triptych_kernels import Experts, Linear, Ops, PackLinear, QuantizedWeight, as_tensor, join_rows
 
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -69,6 +71,7 @@ class DecoderBuilder:
     share: ExpertShare | None = None  # set if the experts are divided over engines
     num_attention_inputs: int | None = None  # of a token; None: the hidden size
     samples: bool = True  # False for a model that only pools, and so needs no logits
+    packed: PackedWeights = field(default_factory=NothingKept)
     num_parameters: int = 0
     num_bytes: int = 0
     has_quantized: bool = False  # whether a weight was
@@ -150,14 +153,19 @@ class DecoderBuilder:
 
     def _table(self, first: int, count: int) -> Tensor | Callable[[Tensor], Tensor]:
         """`count` rows of the embedding table from `first` on, or what gives them."""
-        weight = self._weight(_TABLE, (self.spec.vocab_size, self.spec.hidden_size), 0, first, count)
-        if isinstance(weight, QuantizedWeight):
-            packed = self.ops.pack_linear(weight)
+        shape = self.spec.vocab_size, self.spec.hidden_size
+
+        @functools.cache
+        def weight() -> Tensor | QuantizedWeight:
+            return self._weight(_TABLE, shape, 0, first, count)
+
+        if self.packed.has("table") or isinstance(weight(), QuantizedWeight):
+            packed = self.packed.get("table", lambda: self.ops.pack_linear(weight()))
             look_up = self.ops.look_up(packed)
             if look_up is not None:
                 self.num_bytes += packed.num_bytes
                 return look_up
-        table = as_tensor(weight)
+        table = as_tensor(weight())
         self.num_bytes += table.nbytes
         return table
 
@@ -170,10 +178,15 @@ class DecoderBuilder:
     def _head(self) -> Projection:
         spec, parallel, name = self.spec, self.parallel, self._head_name
         share = spec.vocab_size // parallel.tp_size
-        weight = self._weight(name, (spec.vocab_size, spec.hidden_size), 0, share * parallel.tp_rank, share)
-        head = self.ops.pack_linear(weight, out_dtype=torch.float32, activations=self.activations)
+        shape = spec.vocab_size, spec.hidden_size
+
+        def pack() -> Linear:
+            weight = self._weight(name, shape, 0, share * parallel.tp_rank, share)
+            return self.ops.pack_linear(weight, out_dtype=torch.float32, activations=self.activations)
+
+        head = self.packed.get("head", pack)
         is_counted = name == _TABLE and parallel.pp_rank == 0
-        self.num_parameters += 0 if is_counted else weight.numel()
+        self.num_parameters += 0 if is_counted else share * spec.hidden_size
         self.num_bytes += head.num_bytes
         rows = slice(share * parallel.tp_rank, share * (parallel.tp_rank + 1))
         part = ProjectionPart("lm_head", spec.vocab_size, spec.hidden_size, rows, slice(None))
@@ -263,9 +276,8 @@ class DecoderBuilder:
         if self.share is not None:
             rank, ranks = self.share.rank, self.share.size
         packed = self._experts(prefix, experts, *expert_range(experts.num_experts, rank, ranks))
-        router = self._weight(prefix + experts.router_name + ".weight", (experts.num_experts, hidden))
         mixture = MixtureOfExperts(
-            router=self._packed(router, None, "", self.ops.pack_linear),
+            router=self.linear(prefix + experts.router_name + ".weight", experts.num_experts, hidden),
             experts=packed,
             num_chosen=experts.num_chosen,
             normalizes=experts.normalizes,
@@ -283,17 +295,21 @@ class DecoderBuilder:
         if total % ranks:
             raise UnsupportedModel(f"an expert's {total} channels do not divide over {ranks} ranks")
         share = total // ranks
-        gate_up, down = [], []
-        for expert in range(first, end):
-            names = [
-                prefix + name.format(expert) + ".weight" for name in (experts.gate_name, experts.up_name)
-            ]
-            gate_up.append(
-                join_rows([self._weight(name, (total, hidden), 0, rank * share, share) for name in names])
-            )
-            name = prefix + experts.down_name.format(expert) + ".weight"
-            down.append(self._weight(name, (hidden, total), 1, rank * share, share))
-        packed = self.ops.pack_experts(gate_up, down, first_expert=first, activations=self.activations)
+
+        def pack() -> Experts:
+            gate_up, down = [], []
+            for expert in range(first, end):
+                names = [
+                    prefix + name.format(expert) + ".weight" for name in (experts.gate_name, experts.up_name)
+                ]
+                gate_up.append(
+                    join_rows([self._weight(name, (total, hidden), 0, rank * share, share) for name in names])
+                )
+                name = prefix + experts.down_name.format(expert) + ".weight"
+                down.append(self._weight(name, (hidden, total), 1, rank * share, share))
+            return self.ops.pack_experts(gate_up, down, first_expert=first, activations=self.activations)
+
+        packed = self.packed.get(prefix + "experts", pack)
         self.num_parameters += 3 * (end - first) * share * hidden
         self.num_bytes += packed.num_bytes
         return packed
@@ -302,40 +318,56 @@ class DecoderBuilder:
         self, parts: list[tuple[str, int, int, int]], num_columns: int, has_bias: bool, pack: PackLinear
     ) -> Projection:
         """One projection of several parts, each given as (name, total rows, first row, rows of this rank)."""
-        weight = join_rows(
-            [
-                self._weight(name + ".weight", (total, num_columns), 0, first, count)
-                for name, total, first, count in parts
-            ]
-        )
-        bias = None
-        if has_bias:
-            bias = torch.cat(
-                [self._read(name + ".bias", (total,), 0, first, count) for name, total, first, count in parts]
+
+        def pack_parts() -> Linear:
+            weight = join_rows(
+                [
+                    self._weight(name + ".weight", (total, num_columns), 0, first, count)
+                    for name, total, first, count in parts
+                ]
             )
+            bias = None
+            if has_bias:
+                bias = torch.cat(
+                    [
+                        self._read(name + ".bias", (total,), 0, first, count)
+                        for name, total, first, count in parts
+                    ]
+                )
+            return pack(weight, bias, quantization=self.quantization, activations=self.activations)
+
         shares = [
             ProjectionPart(name, total, num_columns, slice(first, first + count), slice(None))
             for name, total, first, count in parts
         ]
-        return Projection(self._packed(weight, bias, self.quantization, pack), tuple(shares))
+        num_rows = sum(count for *_, count in parts)
+        name = "+".join(name for name, *_ in parts)
+        linear = self._projection(name, pack_parts, num_rows * (num_columns + has_bias))
+        return Projection(linear, tuple(shares))
 
     def _columns_linear(
         self, name: str, num_rows: int, total: int, first: int, count: int, has_bias: bool
     ) -> Projection:
         """A projection of which each rank holds a share of the inputs; the ranks' results add up."""
-        weight = self._weight(name + ".weight", (num_rows, total), 1, first, count)
-        bias = None
-        if has_bias:
-            bias = self._read(name + ".bias", (num_rows,))
-            if self.parallel.tp_rank:
-                # The bias is added by one rank only.
-                bias = torch.zeros_like(bias)
-        part = ProjectionPart(name, num_rows, total, slice(None), slice(first, first + count))
-        return Projection(self._packed(weight, bias, self.quantization, self.ops.pack_linear), (part,))
 
-    def _packed(self, weight: Weight, bias: Tensor | None, quantization: str, pack: PackLinear) -> Linear:
-        linear = pack(weight, bias, quantization=quantization, activations=self.activations)
-        self.num_parameters += weight.numel() + (0 if bias is None else bias.numel())
+        def pack() -> Linear:
+            weight = self._weight(name + ".weight", (num_rows, total), 1, first, count)
+            bias = None
+            if has_bias:
+                bias = self._read(name + ".bias", (num_rows,))
+                if self.parallel.tp_rank:
+                    # The bias is added by one rank only.
+                    bias = torch.zeros_like(bias)
+            return self.ops.pack_linear(
+                weight, bias, quantization=self.quantization, activations=self.activations
+            )
+
+        part = ProjectionPart(name, num_rows, total, slice(None), slice(first, first + count))
+        return Projection(self._projection(name, pack, num_rows * (count + has_bias)), (part,))
+
+    def _projection(self, name: str, pack: Callable[[], Linear], num_parameters: int) -> Linear:
+        linear = self.packed.get(name, pack)
+        self.num_parameters += num_parameters
         self.num_bytes += linear.num_bytes
         return linear
 
@@ -355,12 +387,12 @@ class DecoderBuilder:
         self, name: str, num_rows: int, num_columns: int, out_dtype: torch.dtype | None = None
     ) -> Linear:
         """A projection without a bias, whole.  out_dtype: None: that of its inputs."""
-        linear = self.ops.pack_linear(
-            self._weight(name, (num_rows, num_columns)), out_dtype=out_dtype, activations=self.activations
-        )
-        self.num_parameters += num_rows * num_columns
-        self.num_bytes += linear.num_bytes
-        return linear
+
+        def pack() -> Linear:
+            weight = self._weight(name, (num_rows, num_columns))
+            return self.ops.pack_linear(weight, out_dtype=out_dtype, activations=self.activations)
+
+        return self._projection(name, pack, num_rows * num_columns)
 
     def _count(self, tensor: Tensor, num_bytes: int) -> None:
         self.num_parameters += tensor.numel()

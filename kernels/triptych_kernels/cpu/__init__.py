@@ -31,6 +31,7 @@ def native_ops(widest: str = "amx") -> Ops | None:
         fused_layers,
         linear,
         low_rank,
+        parts,
         penalties,
         token_mask,
     )
@@ -56,6 +57,8 @@ def native_ops(widest: str = "amx") -> Ops | None:
         greedy=functools.partial(elementwise.greedy, isa),
         greedy_linear=linear.greedy_linear,
         look_up=linear.look_up,
+        take_apart=functools.partial(parts.take_apart, isa),
+        put_together=functools.partial(parts.put_together, isa),
         penalise=penalties.penalise,
         apply_token_mask=token_mask.apply_token_mask,
     )

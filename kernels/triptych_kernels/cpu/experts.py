@@ -62,6 +62,16 @@ class NativeExperts:
         return self._copied(gate_ups, downs, self.expert_range[0])
 
     @property
+    def arguments(self) -> dict[str, object]:
+        """Those of the constructor by name, but for the instruction set."""
+        return {
+            "gate_ups": self._gate_ups,
+            "downs": self._downs,
+            "dtype": self._dtype,
+            "first_expert": self.expert_range[0],
+        }
+
+    @property
     def _form(self) -> tuple[object, ...]:
         return self._isa, self._dtype, self._hidden, self._downs[0].num_columns
 

@@ -76,6 +76,7 @@ class NativeLinear:
         "_out_dtype",
         "_tensors",
         "_weight_rows",
+        "arguments",
         "has_rows",
         "in_features",
         "num_bytes",
@@ -98,6 +99,8 @@ class NativeLinear:
         num_gated: the number of gates, if there is one part, and it and bias are `alternating`.
         isa: the instruction set of the kernels.
         """
+        # By name, so that the same can be made of them again: see parts.py.
+        self.arguments = {name: value for name, value in locals().items() if name not in ("self", "isa")}
         num_outputs, self.in_features = sum(part.num_rows for part in parts), parts[0].num_columns
         self.out_features = num_gated or num_outputs
         self._tensors: list[Tensor] = []

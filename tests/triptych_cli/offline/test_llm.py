@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import triptych
 from engine_svc.model.errors import ModelError
@@ -774,6 +775,26 @@ def test_127_a_truth_value_is_no_number_and_a_number_no_truth_value() -> None:
 def test_defaults_of_a_model_come_back_as_parameters() -> None:
     params = SamplingParams(temperature=0.5, top_k=20, max_tokens=7)
     assert from_proto(params.to_proto()) == params
+
+
+def test_a_second_start_reads_the_weights_that_the_first_one_packed(checkpoint: Path, tmp_path: Path) -> None:
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    shutil.copytree(checkpoint, folder)
+    # As many weights as it takes to be worth a file.
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "head_dim": 64}
+    config = LlamaConfig.from_pretrained(folder, **sizes, num_attention_heads=8, num_key_value_heads=2)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    greedy, answers, files = SamplingParams(temperature=0.0, max_tokens=20), [], []
+    for engine in ("child", "in-process"):
+        with LLM(folder, engine=engine, packed_weights_cache=str(cache), **OPTIONS) as llm:
+            answers.append([result.outputs[0].token_ids for result in llm.generate(PROMPTS, greedy)])
+        (path,) = cache.iterdir()
+        files.append(path.stat())
+        os.utime(path, (1, 1))
+    assert answers[0] == answers[1]
+    # Used again, and not written again.
+    assert files[1].st_mtime > 1
+    assert files[0].st_ino == files[1].st_ino
 
 
 def _shown(*, is_shown: bool) -> str:
