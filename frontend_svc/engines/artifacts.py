@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import grpc
 from tokenizers import Tokenizer
@@ -64,6 +65,7 @@ class ArtifactStore:
         self._chat_template = chat_template
         self._files: dict[str, bytes] = {}
         self._preparing = asyncio.Lock()
+        self._making: dict[str, asyncio.Future[ModelTokenizer]] = {}
         self._tokenizers: dict[str, ModelTokenizer] = {}
 
     async def prepare(self, stub: engine_pb2_grpc.EngineCoreServiceStub) -> None:
@@ -124,14 +126,30 @@ class ArtifactStore:
             )
             # In a thread: hashing many megabytes and parsing them takes up to seconds.
             key = await loop.run_in_executor(None, lambda: files.key)
-            tokenizer = self._tokenizers.get(key)
-            if tokenizer is None:
-                tokenizer = await loop.run_in_executor(None, parse_tokenizer, files, self._workers)
-                # The workers load it as well, before the first request comes.
-                await self._workers.load(files)
+            making = self._making.get(key)
+            if making is None:
+                making = self._making[key] = asyncio.ensure_future(self._make(key, files))
+                making.add_done_callback(partial(self._note_made, key))
+            # It goes on where the stream is lost that it was begun for, and the next one finds it.
+            tokenizer = await asyncio.shield(making)
         except (ValueError, OSError, ServiceError) as error:
             raise ArtifactError(f"the tokenizer cannot be read: {error}") from error
-        return key, self._remember(key, tokenizer)
+        return key, tokenizer
+
+    async def _make(self, key: str, files: TextFiles) -> ModelTokenizer:
+        tokenizer = self._tokenizers.get(key)
+        if tokenizer is None:
+            loop = asyncio.get_running_loop()
+            tokenizer = await loop.run_in_executor(None, parse_tokenizer, files, self._workers)
+            # The workers load it as well, before the first request comes.
+            await self._workers.load(files)
+        return self._remember(key, tokenizer)
+
+    def _note_made(self, key: str, making: asyncio.Future[ModelTokenizer]) -> None:
+        del self._making[key]
+        # What waits for it raises the error. Where nothing does any more, it is not reported as unseen.
+        if not making.cancelled():
+            making.exception()
 
     def _with_template(self, contents: Mapping[int, bytes]) -> Mapping[int, bytes]:
         if self._chat_template is None:
@@ -139,7 +157,7 @@ class ArtifactStore:
         return {**contents, session_pb2.ARTIFACT_KIND_CHAT_TEMPLATE: self._chat_template}
 
     def _remember(self, key: str, tokenizer: ModelTokenizer) -> ModelTokenizer:
-        """Cache `tokenizer` unless another engine with the same files was faster; returns the cached one."""
+        """Keep it as the one that was used last."""
         kept = self._tokenizers[key] = self._tokenizers.pop(key, tokenizer)
         while len(self._tokenizers) > MAX_FILES:
             self._tokenizers.pop(next(iter(self._tokenizers)))

@@ -14,6 +14,7 @@ import pytest
 from frontend_svc.engines.artifacts import MAX_FILES, ArtifactStore
 from frontend_svc.engines.connection.client import EngineClient, EngineState, FrontendIdentity
 from frontend_svc.text.model import ServedModel
+from frontend_svc.text.tokenize.text_files import TextFiles
 from frontend_svc.text.workers.workers import TextWorkers
 from tests.connections import until_connections, without_collections
 from tests.frontend_svc.fakes import (
@@ -493,6 +494,34 @@ async def test_engines_of_the_same_files_share_one_tokenizer(rig: Rig) -> None:
     third, fourth = await asyncio.gather(rig.model_of(2), rig.model_of(2))
     assert third.tokenizer is fourth.tokenizer
     assert (await rig.model_of(1)).tokenizer is not first.tokenizer
+
+
+class CountingWorkers(TextWorkers):
+    """Loads files once `gate` is open."""
+
+    def __init__(self) -> None:
+        super().__init__(1, time_limit_s=60.0)
+        self.gate, self.has_begun, self.num_loads = asyncio.Event(), asyncio.Event(), 0
+
+    async def load(self, files: TextFiles) -> str:
+        self.num_loads += 1
+        self.has_begun.set()
+        await self.gate.wait()
+        return await super().load(files)
+
+
+async def test_a_tokenizer_is_made_on_where_the_stream_that_wanted_it_is_lost() -> None:
+    workers = CountingWorkers()
+    rig = Rig(workers)
+    first = asyncio.ensure_future(rig.model_of(0))
+    await workers.has_begun.wait()
+    first.cancel()
+    await asyncio.wait({first})
+    second = asyncio.ensure_future(rig.model_of(0))
+    workers.gate.set()
+    await second
+    assert workers.num_loads == 1
+    await workers.close()
 
 
 async def test_the_tokenizer_used_longest_ago_is_forgotten_first(rig: Rig) -> None:
