@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
@@ -12,6 +12,7 @@ from frontend_svc.output.collector import Ending
 from frontend_svc.output.engine_times import Progress
 from frontend_svc.output.logprobs import LogprobColumns
 from frontend_svc.output.loss import Loss
+from frontend_svc.output.pace import COST_OF_END
 from triptych.engine.v1 import step_pb2
 from triptych_kit.errors import ServiceError
 
@@ -65,23 +66,43 @@ class StepColumns:
     parts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     progress: Mapping[int, Progress] = field(default_factory=dict)
 
-    def slices(self, max_rows: int) -> Iterator[StepColumns]:
-        """Slices of at most `max_rows` consecutive rows, each a complete `StepColumns`.
+    @property
+    def cost(self) -> int:
+        """What it takes to pass the rows to their readers, in rows that end nothing."""
+        return len(self.handles) + (COST_OF_END - 1) * len(self.endings)
+
+    def slices(self, max_cost: int) -> Iterator[StepColumns]:
+        """Slices of consecutive rows, each a complete `StepColumns`: a row, or as many as cost `max_cost`.
 
         The first slice starts at the first row with a first token, and the rows before that come last: a
         client waits longer for its first token than for any other.
         """
-        num_rows = len(self.handles)
-        if num_rows <= max_rows and not self.cached:
+        if self.cost <= max_cost and not self.cached:
             yield self
             return
+        num_rows = len(self.handles)
         cut = min(self.cached, default=0)
         ends: Sequence[int] = range(num_rows + 1)
         if self.num_tokens.count(1) != num_rows:
             ends = (0, *accumulate(self.num_tokens))
-        for first in (*range(cut, num_rows, max_rows), *range(0, cut, max_rows)):
-            stop = min(first + max_rows, cut if first < cut else num_rows)
+        for first, stop in chain(self._cuts(cut, num_rows, max_cost), self._cuts(0, cut, max_cost)):
             yield self._piece(first, stop, ends[first], ends[stop])
+
+    def _cuts(self, first: int, end: int, max_cost: int) -> Iterator[tuple[int, int]]:
+        """The rows `first:end` in ranges that cost at most `max_cost`, or have one row."""
+        if not self.endings:
+            for start in range(first, end, max_cost):
+                yield start, min(start + max_cost, end)
+            return
+        cost = 0
+        for row in range(first, end):
+            row_cost = COST_OF_END if row in self.endings else 1
+            if cost and cost + row_cost > max_cost:
+                yield first, row
+                first, cost = row, 0
+            cost += row_cost
+        if first < end:
+            yield first, end
 
     def _piece(self, first: int, stop: int, start: int, end: int) -> StepColumns:
         """The rows `first:stop`, with the tokens `start:end`."""

@@ -158,7 +158,7 @@ class EngineRequests:
         for row, ending in columns.endings.items():
             self._note_end(columns.handles[row], ending)
         for rows in columns.slices(MAX_ROWS_A_TURN):
-            await self._pace.take(len(rows.handles))
+            await self._pace.take(rows.cost)
             finished_here = self._processor.process(rows)
             if finished_here:
                 self._send_abort(finished_here, engine_pb2.ABORT_REASON_STOP_STRING)

@@ -14,6 +14,7 @@ import pytest
 from frontend_svc.engines.connection.connection import EngineConnection
 from frontend_svc.engines.connection.requests import EngineRequests
 from frontend_svc.output.pace import DeliveryPace
+from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import add_pb2, session_pb2, step_pb2
 
 NUM_ROWS = 5_000  # of each of two engines
@@ -21,6 +22,8 @@ NUM_ROWS = 5_000  # of each of two engines
 MAX_ROWS_A_TURN = 64
 # gRPC accepts one call in so many.
 NUM_TURNS = 2
+# Each completes an answer, which takes a millisecond.
+MAX_ENDS_A_TURN = 16
 
 
 class CountingReceiver:
@@ -80,6 +83,17 @@ async def test_steps_of_thousands_of_outputs_let_others_have_the_event_loop(monk
     assert max(turns) <= MAX_ROWS_A_TURN
     having = [index for index, num_rows in enumerate(turns) if num_rows]
     assert min(after - before for before, after in itertools.pairwise(having)) >= NUM_TURNS
+
+
+async def test_requests_that_end_together_let_others_have_the_event_loop(monkeypatch):
+    monkeypatch.setattr(CountingReceiver, "num_rows", 0)
+    requests = engine_requests(DeliveryPace())
+    step = step_of(requests, 256)
+    for row in range(256):
+        step.finished.add(row=row, reason=output_pb2.FINISH_REASON_LENGTH)
+    turns = await rows_by_turn(requests.on_step(step))
+    assert CountingReceiver.num_rows == 256
+    assert max(turns) == MAX_ENDS_A_TURN
 
 
 async def test_outputs_of_many_short_steps_let_others_have_the_event_loop_as_often(monkeypatch):
