@@ -12,6 +12,7 @@ from typing import Any
 
 import h11
 import pytest
+import uvloop
 
 from frontend_svc.protocols.openai.authorization import Authorization
 from frontend_svc.protocols.openai.call import OPENAI
@@ -360,6 +361,25 @@ async def test_the_end_of_a_client_is_noticed_also_behind_the_beginning_of_its_n
             await connection.send(more)
             await asyncio.sleep(0.05)
         await until(lambda: app.num_ended == 1)
+
+
+def test_connections_that_came_together_are_accepted_several_at_a_time():
+    async def iterations() -> int:
+        listener = HTTPListener("127.0.0.1:0", App())
+        host, _, port = (await listener.start()).rpartition(":")
+        with contextlib.ExitStack() as stack:
+            # The loop, which does not run meanwhile, finds all of them.
+            for _ in range(64):
+                stack.enter_context(socket.create_connection((host, int(port))))
+            num_iterations = 0
+            while listener.num_connections < 64:
+                await asyncio.sleep(0)
+                num_iterations += 1
+        await listener.stop(0)
+        return num_iterations
+
+    # As the frontend runs: one at a time, with iterations of 10 ms, is 0.6 s.
+    assert uvloop.run(iterations()) <= 64 / 4 + 8
 
 
 async def test_requests_of_a_connection_are_answered_one_after_the_other():
