@@ -283,8 +283,13 @@ class RunnerFeatures:
 
     def before_forward(self, inputs: StepInputs, context: ForwardContext) -> None:
         for index in self._used("before_forward"):
-            with self._errors_end(index, inputs.rows):
+            # Without a context unless it raises: code that runs once a step is not in the caches, so that
+            # each call takes microseconds.
+            try:
                 self._features[index].before_forward(inputs, context)
+            except Exception:
+                with self._errors_end(index, inputs.rows):
+                    raise
 
     def extra_positions(self, inputs: StepInputs) -> list[tuple[int, Ints]]:
         """The tokens whose logits features need, each with the index of its feature."""

@@ -39,10 +39,6 @@ class _StepSlots:
     counts: Ints
     slots: Tensor
 
-    def are_of(self, inputs: StepInputs) -> bool:
-        """Whether these are the slots of a step. Consecutive steps share both arrays while rows stay."""
-        return inputs.rows is self.rows and inputs.counts is self.counts
-
 
 class AdapterRows(RunnerFeature):
     """The adapters of rows. In a step there are no more different ones than slots: the scheduler's half."""
@@ -109,12 +105,17 @@ class AdapterRows(RunnerFeature):
             self._store.note_release()
 
     def before_forward(self, inputs: StepInputs, context: ForwardContext) -> None:
-        self._clear_dropped()
-        self._store.note_release()
-        if self._latest is None or not self._latest.are_of(inputs):
-            self._latest = self._give_slots(inputs)
-        if self._latest is not None:
-            context.low_rank_slots = self._latest.slots
+        # Most steps need none of these calls.
+        if self._store.num_dropped != self._num_dropped:
+            self._clear_dropped()
+        if self._store.is_waiting:
+            self._store.note_release()
+        latest = self._latest
+        # Consecutive steps share both arrays while rows stay.
+        if latest is None or latest.rows is not inputs.rows or latest.counts is not inputs.counts:
+            latest = self._latest = self._give_slots(inputs)
+        if latest is not None:
+            context.low_rank_slots = latest.slots
 
     def _give_slots(self, inputs: StepInputs) -> _StepSlots | None:
         """The slots of a step's tokens; None if no row has an adapter."""
@@ -150,8 +151,6 @@ class AdapterRows(RunnerFeature):
     def _clear_dropped(self) -> None:
         """Let adapters leave memory that the store has given up and no row uses."""
         num_dropped = self._store.num_dropped
-        if num_dropped == self._num_dropped:
-            return
         used = {*self._adapters.values()}
         dropped = [each for each in self._slots if each.is_dropped]
         self._clear([each for each in dropped if each not in used])

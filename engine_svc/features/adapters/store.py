@@ -61,7 +61,7 @@ class AdapterStore:
         self._load_lock = threading.Lock()  # one load at a time
         self._lock = threading.Lock()  # of all else: held for moments, as the thread of steps takes it
         self._has_released = threading.Condition()
-        self._is_waiting = False  # a load, for that
+        self.is_waiting = False  # a load, for that
         self._pins = Pins()
         self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()  # the one used last comes last
         self._in_memory: weakref.WeakSet[LoadedAdapter] = weakref.WeakSet()  # also those in slots alone
@@ -124,19 +124,19 @@ class AdapterStore:
 
     def note_release(self) -> None:
         """The thread of steps has released what was dropped before a step."""
-        if self._is_waiting:
+        if self.is_waiting:
             with self._has_released:
                 self._has_released.notify_all()
 
     def _wait_for_room(self) -> None:
         """Until what was dropped has left memory: a row or a slot may have it up to the next step."""
         with self._has_released:
-            self._is_waiting = True
+            self.is_waiting = True
             num_steps = 0
             # An idle engine has no step before this load is done.
             while len(self._in_memory) >= self._max_loaded and num_steps < _MAX_STEPS:
                 num_steps += 1 if self._has_released.wait(_IDLE_S) else _MAX_STEPS
-            self._is_waiting = False
+            self.is_waiting = False
 
     def _make_room(self) -> None:
         while len(self._loaded) >= self._max_loaded:
