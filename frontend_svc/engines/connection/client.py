@@ -252,7 +252,7 @@ class EngineClient:
 
     async def _load(self, stub: engine_pb2_grpc.EngineCoreServiceStub) -> None:
         if self._ready_mailbox.is_loading:
-            await self._artifacts.prepare(stub)
+            await self._prepare(stub)
         while True:
             ready = await self._ready_mailbox.get()
             self.model = await self._artifacts.model_of(ready, stub)
@@ -263,6 +263,19 @@ class EngineClient:
                 # It announces something else than before.
                 self._notify()
             self._become_ready()
+
+    async def _prepare(self, stub: engine_pb2_grpc.EngineCoreServiceStub) -> None:
+        """Until the engine is ready: then it does not wait for what others of the store are waiting for."""
+        preparing = asyncio.ensure_future(self._artifacts.prepare(stub))
+        arriving = asyncio.ensure_future(self._ready_mailbox.get())
+        try:
+            await asyncio.wait((preparing, arriving), return_when=asyncio.FIRST_COMPLETED)
+            if preparing.done():
+                preparing.result()
+        finally:
+            preparing.cancel()
+            arriving.cancel()
+            await asyncio.gather(preparing, arriving, return_exceptions=True)
 
     def _become_ready(self) -> None:
         if (

@@ -233,6 +233,21 @@ async def test_files_that_a_loading_engine_does_not_give_are_fetched_when_it_is_
         assert (await read_all(client.generate()))[1] == "x"
 
 
+async def test_a_ready_engine_does_not_wait_for_the_files_of_another_one():
+    silent, engine = SlowFiles(), FakeEngine(answer("x"))
+    silent.is_ready = engine.is_ready = False
+    async with serving(silent, engine, waits_ready=False) as (client, _):
+        await silent.wait(lambda: silent.num_asked == 1)
+        # It may have been first before.
+        await engine.kill()
+        await engine.start(engine.address)
+        await engine.wait(lambda: bool(engine.sessions))
+        engine.become_ready()
+        await client.wait_ready()
+        assert (await read_all(client.generate()))[1] == "x"
+        silent.gate.set()
+
+
 async def test_damaged_files_keep_an_engine_out():
     engine = FakeEngine(answer("x"))
     good = engine.files[session_pb2.ARTIFACT_KIND_TOKENIZER]
