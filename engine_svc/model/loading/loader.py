@@ -468,9 +468,12 @@ def _native(
                 raise
             raise UnsupportedModel(f"{facts.architecture}: {error}") from error
 
-    # A few weights are packed in no time, and those of several folders are seldom loaded twice.
+    # A few weights are packed in no time, and those of several folders are seldom loaded twice. Experts that
+    # are divided over engines leave the memory as the group changes, and a file's memory is one piece.
     kept = options.packed_weights
-    if kept is not None and (device.type != "cpu" or reader.num_bytes < kept.min_bytes or reader.replaced):
+    if kept is not None and (
+        device.type != "cpu" or reader.num_bytes < kept.min_bytes or reader.replaced or share is not None
+    ):
         kept = None
     layout = {
         "ops": ops.name,
@@ -479,7 +482,6 @@ def _native(
         "tp": [parallel.tp_rank, parallel.tp_size],
         "ep": [parallel.ep_rank, parallel.ep_size],
         "pp": [parallel.pp_rank, parallel.pp_size],
-        "share": None if share is None else [share.rank, share.size],
         "samples": samples,
     }
     key = "" if kept is None else packed_key(facts.weights_digest, reader.files, layout)

@@ -14,6 +14,7 @@ import math
 import mmap
 import os
 import re
+import stat
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ _ALIGNMENT = 64
 # A file system that keeps files in large pages makes pages of what one call writes.
 _WRITTEN_AT_ONCE = 4 * LARGE_PAGE_BYTES
 _COPIED_AT_ONCE = 32 * LARGE_PAGE_BYTES
+# Python runs no other thread in such a call, which waits for the disk.
+_POPULATED_AT_ONCE = 8 * LARGE_PAGE_BYTES
 _MADV_POPULATE_READ = 22  # since Linux 5.14
 _LARGE_PAGES = re.compile(r"FilePmdMapped:\s+(\d+) kB")
 _DTYPES = {
@@ -54,13 +57,26 @@ class BrokenFile(ValueError):
     """A file that is none of packed weights, of another version, or damaged."""
 
 
+def why_not_trusted(found: os.stat_result) -> str:
+    """Why a file, or what is in a folder, may be another user's than this one's or root's; "" if it is not.
+
+    Its group is trusted: that it may write has been decided by somebody.
+    """
+    if found.st_uid not in (0, os.geteuid()):
+        return f"it belongs to user {found.st_uid}"
+    return "all users may write it" if found.st_mode & stat.S_IWOTH else ""
+
+
 def num_bytes_of(entries: Mapping[str, PackedParts]) -> int:
     """About the size of the file."""
     return sum(tensor.nbytes for parts in entries.values() for tensor in parts.tensors)
 
 
 def write_file(path: Path, entries: Mapping[str, PackedParts], notes: Mapping[str, object]) -> None:
-    """Write the file, in full and on the disk when this returns.  notes: of what JSON has. Raises OSError."""
+    """Write a new file, in full and on the disk when this returns.  notes: of what JSON has.
+
+    Raises OSError, also where there is one.
+    """
     offset = 0
     tensors: list[Tensor] = []
     described: list[tuple[str, list[int], int]] = []
@@ -77,7 +93,7 @@ def write_file(path: Path, entries: Mapping[str, PackedParts], notes: Mapping[st
             "notes": notes,
         }
     ).encode()
-    with path.open("wb", buffering=0) as file:
+    with path.open("xb", buffering=0) as file:
         chunks = _Chunks(file.fileno())
         chunks.add(_PREFIX.pack(_MAGIC, _VERSION, len(header), hashlib.sha256(header).digest()))
         chunks.add(header)
@@ -104,10 +120,13 @@ def read_file(path: Path) -> PackedFile:
     """The content of a file; it is mapped where the system maps it in large pages, which are read faster.
 
     A store to a tensor changes neither the file nor what others have. Raises FileNotFoundError, OSError and
-    BrokenFile.
+    BrokenFile, also for a file that another user may have written.
     """
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
+        found = os.fstat(file.fileno())
+        if reason := why_not_trusted(found):
+            raise BrokenFile(reason)
+        size = found.st_size
         header, num_header_bytes = _read_header(file.read(_PREFIX.size), file.read, size)
         content, is_shared = _content(file.fileno(), size)
     try:
@@ -202,7 +221,8 @@ def _content(descriptor: int, size: int) -> tuple[Tensor, bool]:
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     try:
-        mapping.madvise(_MADV_POPULATE_READ)
+        for start in range(0, size, _POPULATED_AT_ONCE):
+            mapping.madvise(_MADV_POPULATE_READ, start, min(_POPULATED_AT_ONCE, size - start))
     except OSError as error:
         # An older kernel finds pages as they are read.
         if error.errno != errno.EINVAL:

@@ -8,6 +8,7 @@ host share the file's memory. Keeping them is never needed: what goes wrong is a
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -24,7 +25,14 @@ from typing import Protocol, TypeVar, cast
 
 import triptych_kernels
 from engine_svc.model.loading.checkpoint import WeightFile
-from engine_svc.model.loading.packed_file import BrokenFile, PackedFile, num_bytes_of, read_file, write_file
+from engine_svc.model.loading.packed_file import (
+    BrokenFile,
+    PackedFile,
+    num_bytes_of,
+    read_file,
+    why_not_trusted,
+    write_file,
+)
 from triptych_kernels import Experts, Linear, Ops, PackedParts
 
 logger = logging.getLogger(__name__)
@@ -101,6 +109,8 @@ class Collected:
         try:
             if not entries or not self._has_room(num_bytes):
                 return False
+            # Of a process that was killed.
+            unfinished.unlink(missing_ok=True)
             write_file(unfinished, entries, notes)
             unfinished.chmod(0o644)
             unfinished.rename(self._path)
@@ -179,7 +189,7 @@ def open_packed_weights(
     name: of the model, for people who look into the folder.  key: see `packed_key`.  options: None: nothing
     is kept.
     """
-    if options is None:
+    if options is None or not _is_usable(options.folder):
         yield NothingKept()
         return
     path = options.folder / f"{_NO_NAME.sub('-', name)[-_MAX_NAME:]}-{key}{_SUFFIX}"
@@ -190,13 +200,15 @@ def open_packed_weights(
     if not options.is_written:
         yield NothingKept()
         return
-    with _locked(path, options.wait_s) as (is_locked, has_waited):
-        # Another process may have written it meanwhile.
-        file = _read(path) if has_waited else None
-        if file is not None:
-            yield Kept(ops, path, file)
-        else:
-            yield Collected(ops, options, path) if is_locked else NothingKept()
+    with contextlib.ExitStack() as stack:
+        is_locked, has_waited = stack.enter_context(_locked(path, options.wait_s))
+        if is_locked and not has_waited:
+            yield Collected(ops, options, path)
+            return
+    # Another process may have written it meanwhile. What it could not keep is not tried again: engines that
+    # start at once would pack one after the other.
+    file = _read(path) if has_waited else None
+    yield NothingKept() if file is None else Kept(ops, path, file)
 
 
 def packed_key(digest: str, files: Sequence[WeightFile], layout: Mapping[str, object]) -> str:
@@ -242,6 +254,23 @@ def _files(folder: Path, suffix: str) -> list[tuple[float, int, Path]]:
     return sorted(found)
 
 
+def _is_usable(folder: Path) -> bool:
+    """Whether no other user can have put files there; with a warning if one can. It need not exist."""
+    try:
+        _check_folder(folder)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        _warn_not_kept(folder, error.strerror or str(error))
+        return False
+    return True
+
+
+def _check_folder(folder: Path) -> None:
+    if reason := why_not_trusted(folder.stat()):
+        raise PermissionError(errno.EPERM, reason)
+
+
 def _read(path: Path) -> PackedFile | None:
     try:
         file = read_file(path)
@@ -262,7 +291,9 @@ def _locked(path: Path, wait_s: float) -> Iterator[tuple[bool, bool]]:
     lock_path = path.with_suffix(_LOCK_SUFFIX)
     descriptor, has_waited = None, False
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(0o755, parents=True, exist_ok=True)
+        # Another user may have been faster.
+        _check_folder(path.parent)
         descriptor, has_waited = _lock(lock_path, wait_s)
     except OSError as error:
         _warn_not_kept(path.parent, error.strerror or str(error))
@@ -279,7 +310,7 @@ def _lock(path: Path, wait_s: float) -> tuple[int | None, bool]:
     """The descriptor of the locked file, None if others have it all the time, and whether they had it."""
     deadline, has_waited = time.monotonic() + wait_s, False
     while True:
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A process that is done removes the file: then the lock is one that others do not see.

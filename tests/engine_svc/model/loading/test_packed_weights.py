@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import logging
+import mmap
 import os
 import resource
 import struct
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from engine_svc.model.loading.gguf.folder import open_as_folder
 from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
 from engine_svc.model.loading.packed_file import BrokenFile, read_file, write_file
 from engine_svc.model.loading.packed_weights import PackedWeightsOptions
+from engine_svc.model.native.exchange import ExpertShare, NoExchange
 from engine_svc.model.parallel import Parallel, Solo
 from tests.engine_svc.model.checkpoints import make_checkpoint
 from tests.engine_svc.model.loading.gguf.gguf_models import write_model
@@ -30,6 +34,7 @@ from tests.engine_svc.model.native.test_native_decoder import logits_in_chunks, 
 from triptych_kernels import PackedParts, ops_for
 
 OPS = ops_for(torch.device("cpu"))
+POPULATE = 22  # MADV_POPULATE_READ
 NOT_KEPT, BROKEN = "packed weights are not kept", "packed weights that were kept cannot be read"
 
 pytestmark = pytest.mark.skipif(OPS.name == "reference", reason="the native kernels cannot run here")
@@ -207,6 +212,56 @@ def test_a_folder_that_cannot_be_written_is_a_warning(place, folder, kept, tmp_p
     assert NOT_KEPT in caplog.text
 
 
+def test_a_folder_that_all_users_may_write_is_not_used(folder, kept, caplog):
+    _, num_all = load(folder, kept)
+    before = [path.stat().st_mtime_ns for path in files_of(kept)]
+    kept.folder.chmod(0o1777)
+    loaded, num_read = load(folder, kept)
+    assert num_read == num_all
+    assert "all users may write it" in caplog.records[-1].reason
+    assert [path.stat().st_mtime_ns for path in files_of(kept)] == before
+    assert logits(loaded).isfinite().all()
+
+
+def make_foreign(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid():
+        monkeypatch.setattr(os, "geteuid", lambda: 1 << 16)
+    else:
+        os.chown(path, 1 << 16, -1)
+
+
+def test_a_folder_of_another_user_is_not_used(folder, kept, monkeypatch, caplog):
+    kept.folder.mkdir()
+    make_foreign(kept.folder, monkeypatch)
+    load(folder, kept)
+    assert "belongs to user" in caplog.records[-1].reason
+    assert not list(kept.folder.iterdir())
+
+
+@pytest.mark.parametrize("how", ["owner", "mode"])
+def test_a_file_that_others_may_have_written_is_not_read(how, folder, kept, monkeypatch, caplog):
+    _, num_all = load(folder, kept)
+    (path,) = files_of(kept)
+    if how == "mode":
+        path.chmod(0o666)
+    else:
+        make_foreign(path, monkeypatch)
+    assert load(folder, kept)[1] == num_all
+    assert BROKEN in caplog.text
+
+
+def test_a_link_in_the_place_of_an_unfinished_file_is_not_followed(folder, kept, tmp_path):
+    load(folder, kept)
+    (path,) = files_of(kept)
+    path.unlink()
+    other = tmp_path / "other"
+    other.write_text("other")
+    path.with_suffix(".unfinished").symlink_to(other)
+    load(folder, kept)
+    assert other.read_text() == "other"
+    assert [each.name for each in kept.folder.iterdir()] == [path.name]
+
+
 @pytest.fixture
 def small_disk() -> Iterator[None]:
     """No file gets longer than a page."""
@@ -271,7 +326,8 @@ class Waiting(logging.Handler):
             self.has_begun.set()
 
 
-def test_an_engine_waits_for_one_that_packs_the_same(folder, kept, caplog):
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_an_engine_waits_for_one_that_packs_the_same(is_kept, folder, kept, caplog):
     _, num_all = load(folder, kept)
     (path,) = files_of(kept)
     content = path.read_bytes()
@@ -287,10 +343,13 @@ def test_an_engine_waits_for_one_that_packs_the_same(folder, kept, caplog):
         assert not path.exists()
         waits = pool.submit(load, folder, kept)
         assert waiting.has_begun.wait(60.0)
-        path.write_bytes(content)
+        if is_kept:
+            path.write_bytes(content)
         lock.unlink()
         fcntl.flock(other, fcntl.LOCK_UN)
-        assert waits.result()[1] < num_all / 2
+        # What one could not keep, others do not try one after the other.
+        assert (waits.result()[1] < num_all / 2) == is_kept
+        assert path.exists() == is_kept
     logger.removeHandler(waiting)
 
 
@@ -319,6 +378,37 @@ def test_stores_to_what_is_read_do_not_reach_the_file(tmp_path):
     path.write_bytes(b"?" * 1000)
     with pytest.raises(BrokenFile, match="begins with"):
         read_file(path)
+
+
+class RecordingMap(mmap.mmap):
+    """Remembers what was asked of the system in one call, in which no other thread runs."""
+
+    calls: ClassVar[list[tuple[int, ...]]] = []
+
+    def madvise(self, option: int, start: int = 0, length: int | None = None) -> None:
+        self.calls.append((option, start, len(self) if length is None else length))
+        super().madvise(option, start, len(self) if length is None else length)
+
+
+def test_other_threads_run_while_a_file_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "some.packed"
+    write_file(path, {"one": PackedParts(None, (torch.ones(40 << 20, dtype=torch.uint8),))}, {})
+    RecordingMap.calls.clear()
+    monkeypatch.setattr(mmap, "mmap", RecordingMap)
+    assert read_file(path).entries["one"].tensors[0].sum() == 40 << 20
+    pieces = [(start, length) for option, start, length in RecordingMap.calls if option == POPULATE]
+    assert max(length for _, length in pieces) <= 16 << 20
+    assert pieces[0][0] == 0
+    assert all(start + length == following for (start, length), (following, _) in itertools.pairwise(pieces))
+    assert sum(pieces[-1]) == path.stat().st_size
+
+
+def test_experts_that_may_leave_the_memory_alone_are_not_kept(tmp_path, kept):
+    make_checkpoint("mixtral", tmp_path / "mixtral")
+    share = ExpertShare(0, 2, NoExchange())
+    options = LoadOptions(num_threads=1, device="cpu", packed_weights=kept)
+    load_model(tmp_path / "mixtral", options, share=share)
+    assert not kept.folder.exists()
 
 
 def test_where_packed_weights_are_kept_is_an_option(tmp_path, monkeypatch):
