@@ -106,14 +106,13 @@ class PlanBuilder:
             drafts = request.draft_token_ids[: max(0, end - num_known)]
             request.draft_token_ids = []
         is_whole = end >= num_known
-        samples = is_whole and request.samples
         self.rows.append(request)
         plan.request_ids.append(request.request_id)
         plan.num_tokens.append(num_tokens)
         plan.num_computed_tokens.append(computed)
         plan.new_block_ids.append(new_block_ids)
         plan.draft_token_ids.append(drafts)
-        plan.samples.append(samples)
+        plan.samples.append(is_whole and request.samples)
         request.num_computed_tokens = end
         request.last_row_sampled = is_whole
         self.remaining -= num_tokens
@@ -122,7 +121,7 @@ class PlanBuilder:
                 budget.take(request, num_tokens)
         if not is_whole:
             request.num_chunks += 1
-        elif self._overlaps and samples:
+        elif self._overlaps and request.samples:
             request.num_placeholders += 1 + len(drafts)
             request.draft_token_ids = self._unknown_drafts
 

@@ -11,7 +11,7 @@ import pytest
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.core.request import FinishReason
 from tests.engine_svc.core_state import num_unfinished
-from tests.engine_svc.fakes import expected_tokens
+from tests.engine_svc.fakes import LIMIT_S, expected_tokens
 from tests.engine_svc.session.service_rig import (
     ServiceRig,
     StreamClient,
@@ -265,7 +265,12 @@ async def test_a_session_leaves_none_of_its_requests_for_adoption():
         await other.open(features=["adopt"])
         await other.adopt((5, f"{1:032x}"))
         await other.until(lambda: 5 in other.rejected)
-        assert rig.engine.stats_snapshot.counts.finished.values[(FinishReason.ABORT.value,)] == 1
+        aborted = rig.engine.stats_snapshot.counts.finished.values
+        async with asyncio.timeout(LIMIT_S):
+            # The engine notices the end of the other stream on its own.
+            while not aborted[(FinishReason.ABORT.value,)]:
+                await other.flush()
+        assert aborted[(FinishReason.ABORT.value,)] == 1
 
 
 async def test_a_drain_ends_idle_requests_at_once_and_others_with_their_turns():

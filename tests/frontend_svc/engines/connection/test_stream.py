@@ -461,7 +461,7 @@ async def test_what_comes_while_another_is_read_is_read_next():
 async def test_the_end_of_a_session_takes_it_away():
     mailbox = ReadyMailbox()
     mailbox.put(OLD)
-    mailbox.clear()
+    mailbox.clear(is_loading=False)
     waiting = asyncio.ensure_future(mailbox.get())
     await asyncio.sleep(0)
     assert not waiting.done()

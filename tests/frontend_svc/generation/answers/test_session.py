@@ -459,7 +459,7 @@ async def test_a_turn_that_does_not_continue_what_is_kept_is_a_request_of_its_ow
         await session.send(start([1, 2], seed=4), second, append([4]), END)
         for _ in range(2):
             await session.turn()
-        await engine.wait(lambda: sum(request.entry.segment == 0 for request in engine.requests) == 2)
+        await engine.wait(lambda: sum(request.entry.segment == 0 for request in engine.requests) >= 2)
         opened = [request for request in engine.requests if request.entry.segment == 0]
         ended = [request.entry for request in engine.requests if not request.entry.resumable]
         assert opened[1].prompt[:4] == [1, 2, 7, 3]
