@@ -76,7 +76,7 @@ class ArtifactStore:
         # Of several engines with the same files the first one's are fetched.
         async with self._preparing:
             try:
-                if not await _receive(engine_pb2.GetArtifactsRequest(known_sha256=self._files), stub):
+                if not await _has_others(self._files, stub):
                     return
                 received = await _receive(engine_pb2.GetArtifactsRequest(), stub)
                 self._keep({artifact.sha256: content for artifact, content in received.values()})
@@ -229,6 +229,19 @@ async def _download(
         if artifact.kind not in received or received[artifact.kind][0].sha256 != artifact.sha256:
             raise ArtifactError(f"a file does not have its digest {artifact.sha256}")
     return {artifact.sha256: received[artifact.kind][1] for artifact in artifacts}
+
+
+async def _has_others(known: Iterable[str], stub: engine_pb2_grpc.EngineCoreServiceStub) -> bool:
+    """Whether an engine has files with other digests than these. Raises ArtifactError."""
+    call = stub.GetArtifacts(engine_pb2.GetArtifactsRequest(known_sha256=known), timeout=_FETCH_DEADLINE_S)
+    try:
+        async for _ in call:
+            return True
+        return False
+    except grpc.RpcError as error:
+        raise ArtifactError(f"the engine's files cannot be fetched: {error}") from error
+    finally:
+        call.cancel()
 
 
 async def _receive(

@@ -214,6 +214,21 @@ async def test_the_tokenizer_of_an_engine_is_made_while_it_loads():
     assert engine.num_downloads == 3
 
 
+async def test_of_files_that_are_lacking_the_beginning_is_enough_to_know_it():
+    class Endless(FakeEngine):
+        async def GetArtifacts(self, request, context):
+            is_first = not self.num_downloads
+            async for response in super().GetArtifacts(request, context):
+                yield response
+                if is_first:
+                    await asyncio.Event().wait()
+
+    engine = Endless(answer("x"))
+    engine.is_ready = False
+    async with serving(engine, waits_ready=False):
+        await engine.wait(lambda: engine.num_downloads == 2)
+
+
 async def test_files_that_a_loading_engine_does_not_give_are_fetched_when_it_is_ready():
     class Late(FakeEngine):
         async def GetArtifacts(self, request, context):
