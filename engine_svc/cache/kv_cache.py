@@ -11,12 +11,13 @@ from collections.abc import Sequence
 
 from engine_svc.cache.attention import NEVER
 from engine_svc.cache.block_hash import BlockHasher
-from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID, BlockPool, content_key, held_blocks
+from engine_svc.cache.block_pool import BlockPool, content_key, held_blocks
 from engine_svc.cache.config import CacheConfig
+from engine_svc.cache.groups import BlockGroup, Limits, TokenBlocks
 from engine_svc.cache.observer import CacheObserver, StoredBlocks
 from engine_svc.cache.prefix import PrefixFinder, PrefixHit
 from engine_svc.cache.retained import RetainedBlocks
-from engine_svc.core.request import BlockTable, Request
+from engine_svc.core.request import Request
 
 
 class HitRate:
@@ -74,24 +75,21 @@ class KVCache:
         max_in_flight_tokens: int,
         observers: Sequence[CacheObserver] = (),
     ) -> None:
-        self._kinds = config.groups
-        self._max_model_len = max_model_len
-        self._max_in_flight_tokens = max_in_flight_tokens
-        self._num_lookahead_tokens = config.num_lookahead_tokens
-        self._caches = config.enable_prefix_caching and bool(self._kinds)
-        if self._caches and not all(kind.follows_tokens for kind in self._kinds):
+        kinds = config.groups
+        self._caches = config.enable_prefix_caching and bool(kinds)
+        if self._caches and not all(kind.follows_tokens for kind in kinds):
             raise ValueError("prefix caching is on, but KV of one group depends on more than the tokens")
         self.pool = BlockPool(config.num_blocks, observers)
+        limits = Limits(max_model_len, max_in_flight_tokens, config.num_lookahead_tokens)
+        self._groups: tuple[BlockGroup, ...] = tuple(TokenBlocks(kind, self.pool, limits) for kind in kinds)
         self.retained = RetainedBlocks(self.pool)
         # Without groups no hash is ever computed.
-        hash_block_size = math.gcd(*(kind.block_size for kind in self._kinds)) or 1
+        hash_block_size = math.gcd(*(kind.block_size for kind in kinds)) or 1
         self.hasher = BlockHasher(hash_block_size, config.fingerprint)
-        self._finder = PrefixFinder(
-            self.pool, self.hasher, self._kinds, drop_last=config.drop_last_matched_block
-        )
+        self._finder = PrefixFinder(self.pool, self.hasher, kinds, drop_last=config.drop_last_matched_block)
         if self._caches:
             self._finder.require_matching_chunks()
-        self.gives_back = any(kind.first_unreading(1) != NEVER for kind in self._kinds)
+        self.gives_back = any(kind.first_unreading(1) != NEVER for kind in kinds)
         self._registered: list[int] = []  # since the last `take_registered`
         self.hit_rate = HitRate()
         self.prefix_queries = 0  # tokens looked up, at first admissions
@@ -102,7 +100,7 @@ class KVCache:
     @property
     def num_groups(self) -> int:
         """Groups of layers, each with its own block tables."""
-        return len(self._kinds)
+        return len(self._groups)
 
     @property
     def num_total_blocks(self) -> int:
@@ -119,11 +117,7 @@ class KVCache:
 
     def max_blocks_for(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
         """Maximum of blocks that a request has at once up to `num_tokens` tokens and the lookahead."""
-        num_slots = min(num_tokens + self._num_lookahead_tokens, self._max_model_len)
-        num_ahead = self._max_in_flight_tokens + self._num_lookahead_tokens
-        return sum(
-            kind.max_blocks(kind.num_slots(num_slots, num_encoder_tokens), num_ahead) for kind in self._kinds
-        )
+        return sum(group.max_blocks(num_tokens, num_encoder_tokens) for group in self._groups)
 
     def prepare(self, request: Request) -> None:
         """Compute the hashes of a new request in advance, if it will be looked up or registered."""
@@ -212,13 +206,11 @@ class KVCache:
 
         The content of withdrawn tokens, the last ones, is dropped: it was registered but is never computed.
         """
-        num_written_tokens = request.num_computed_tokens - num_withdrawn_tokens
-        for kind, table in zip(self._kinds, request.block_tables, strict=False):
-            # The tail is freed first: a later request is more likely to share the head of this prefix.
-            self.pool.release(held_blocks(reversed(table.block_ids)))
-            if num_withdrawn_tokens:
-                first = num_written_tokens // kind.block_size
-                self.pool.forget(table.block_ids[first : table.num_registered])
+        num_written_tokens = None
+        if num_withdrawn_tokens:
+            num_written_tokens = request.num_computed_tokens - num_withdrawn_tokens
+        for group, table in zip(self._groups, request.block_tables, strict=False):
+            group.release(table, num_written_tokens)
         request.block_tables = []
         request.quiet_until = request.room_until = request.registers_at = 0
 
@@ -252,8 +244,8 @@ class KVCache:
         Returns how many these are. Blocks that no layer reads again are not retained.
         """
         block_ids = []
-        for kind, table in zip(self._kinds, request.block_tables, strict=False):
-            end = min(num_tokens // kind.block_size, table.num_registered)
+        for group, table in zip(self._groups, request.block_tables, strict=False):
+            end = min(num_tokens // group.kind.block_size, table.num_registered)
             block_ids += held_blocks(reversed(table.block_ids[:end]))
         if block_ids:
             self.retained.add(key, block_ids)
@@ -262,22 +254,13 @@ class KVCache:
     def cost_of_release(self, request: Request) -> tuple[int, int]:
         """The cost of preempting `request`: tokens to compute again, and blocks that become free.
 
-        Leading blocks that other requests share stay cached, so their tokens are not lost. An estimate: it
-        assumes that requests which share a block share all blocks before it.
+        Leading blocks that other requests share stay cached, so their tokens are not lost. An estimate.
         """
         num_freed, num_kept_tokens = 0, request.num_computed_tokens
-        for kind, table in zip(self._kinds, request.block_tables, strict=True):
-            low, high = table.num_released, len(table.block_ids)
-            while low < high:
-                middle = (low + high) // 2
-                if self.pool.ref_count(table.block_ids[middle]) > 1:
-                    low = middle + 1
-                else:
-                    high = middle
-            num_freed += len(table.block_ids) - low
-            # Blocks before the window are released already: without shared blocks in it all tokens are lost.
-            is_shared = low > table.num_released
-            num_kept_tokens = min(num_kept_tokens, low * kind.block_size if is_shared else 0)
+        for group, table in zip(self._groups, request.block_tables, strict=True):
+            num_kept, num_blocks = group.cost_of_release(table, request.num_computed_tokens)
+            num_kept_tokens = min(num_kept_tokens, num_kept)
+            num_freed += num_blocks
         return request.num_computed_tokens - num_kept_tokens, num_freed
 
     def reset(self) -> bool:
@@ -308,22 +291,11 @@ class KVCache:
         self, request: Request, hit: PrefixHit, computed: int, end: int, *, whole: bool = False
     ) -> int:
         """How many blocks leave the free list for tokens up to `end`; `whole`: at most at any one time."""
-        num_lookahead = 0 if whole else self._num_lookahead_tokens
-        num_slots = min(end + num_lookahead, self._max_model_len)
         num_wanted = 0
-        for group, kind in enumerate(self._kinds):
-            num_group_slots = kind.num_slots(num_slots, request.num_encoder_tokens)
-            num_blocks = -(-num_group_slots // kind.block_size)
-            if whole:
-                num_blocks = min(num_blocks, kind.max_blocks(self._max_model_len, self._max_in_flight_tokens))
-            if request.block_tables:
-                num_wanted += max(0, num_blocks - len(request.block_tables[group].block_ids))
-                continue
-            num_unread = kind.num_unread_tokens(computed) // kind.block_size
-            taken_over = hit.block_ids[group] if hit.block_ids else []
-            num_wanted += max(0, num_blocks - max(num_unread, len(taken_over)))
-            # A matched block without a holder leaves the free list as well.
-            num_wanted += self.pool.count_free(held_blocks(taken_over[num_unread:]))
+        for index, group in enumerate(self._groups):
+            table = request.block_tables[index] if request.block_tables else None
+            taken_over = hit.block_ids[index] if hit.block_ids else []
+            num_wanted += group.num_wanted(request, table, taken_over, computed, end, whole=whole)
         return num_wanted
 
     def _count_lookup(self, request: Request, hit: PrefixHit) -> None:
@@ -340,52 +312,33 @@ class KVCache:
     def _take_over(self, request: Request, hit: PrefixHit, computed: int) -> None:
         """Begin the block tables with the blocks of the hit that are still read after `computed` tokens."""
         request.num_computed_tokens = hit.num_tokens
-        request.block_tables = [BlockTable() for _ in self._kinds]
-        for group, (kind, table) in enumerate(zip(self._kinds, request.block_tables, strict=True)):
-            block_ids = hit.block_ids[group] if hit.block_ids else []
-            num_unread = kind.num_unread_tokens(computed) // kind.block_size
-            kept = block_ids[num_unread:]
-            if kept:
-                self.pool.hold(kept)
-            table.block_ids = [PLACEHOLDER_BLOCK_ID] * num_unread + kept
-            table.num_registered = len(block_ids)
-            table.num_released = num_unread
+        request.block_tables = [
+            group.take_over(hit.block_ids[index] if hit.block_ids else [], computed)
+            for index, group in enumerate(self._groups)
+        ]
 
     def _allocate(self, request: Request, end: int) -> NewBlocks | None:
         """Allocate blocks for the tokens up to `end` in every group; None when the pool is short."""
-        num_slots = min(end + self._num_lookahead_tokens, self._max_model_len)
         tables, num_missing, num_in_all = request.block_tables, [], 0
-        for group, kind in enumerate(self._kinds):
-            num_group_slots = kind.num_slots(num_slots, request.num_encoder_tokens)
-            num_blocks = max(0, -(-num_group_slots // kind.block_size) - len(tables[group].block_ids))
+        for group, table in zip(self._groups, tables, strict=True):
+            num_blocks = group.num_missing(request, table, end)
             num_missing.append(num_blocks)
             num_in_all += num_blocks
         if num_in_all > self.pool.num_free_blocks:
             return None
         new_blocks = []
         room_until = NEVER
-        for group, kind in enumerate(self._kinds):
-            num_blocks, table = num_missing[group], tables[group]
-            block_ids = self.pool.allocate(num_blocks) if num_blocks else []
-            table.block_ids += block_ids
-            new_blocks.append(block_ids)
-            num_group_slots = len(table.block_ids) * kind.block_size - self._num_lookahead_tokens
-            if kind.follows_tokens and num_group_slots < room_until:
-                room_until = num_group_slots
-            if self.gives_back:
-                room_until = min(room_until, kind.first_unreading((table.num_released + 1) * kind.block_size))
+        for group, table, num_blocks in zip(self._groups, tables, num_missing, strict=True):
+            new_blocks.append(group.extend(request, table, num_blocks, end))
+            group_room = group.room_until(table)
+            if group_room < room_until:
+                room_until = group_room
         request.room_until = room_until
         return new_blocks if num_in_all else NO_BLOCKS
 
     def _release_unread(self, request: Request, num_settled_tokens: int) -> None:
-        for kind, table in zip(self._kinds, request.block_tables, strict=True):
-            end = min(kind.num_unread_tokens(num_settled_tokens) // kind.block_size, len(table.block_ids))
-            first = table.num_released
-            if end <= first:
-                continue
-            self.pool.release(held_blocks(reversed(table.block_ids[first:end])))
-            table.block_ids[first:end] = [PLACEHOLDER_BLOCK_ID] * (end - first)
-            table.num_released = end
+        for group, table in zip(self._groups, request.block_tables, strict=True):
+            group.release_unread(request, table, num_settled_tokens)
 
     def _register(self, request: Request, num_tokens: int) -> None:
         if not self._caches:
@@ -393,19 +346,17 @@ class KVCache:
             return
         self.hasher.extend(request)
         registers_at = NEVER
-        for group, kind in enumerate(self._kinds):
-            block_size, table = kind.block_size, request.block_tables[group]
+        for index, group in enumerate(self._groups):
+            block_size, table = group.kind.block_size, request.block_tables[index]
             end = self._finder.num_cacheable_tokens(num_tokens, block_size) // block_size
-            # Blocks that were released already are not registered.
-            first = max(table.num_registered, table.num_released)
-            if first < end:
-                self._register_blocks(request, group, first, end)
+            for first, behind in group.unregistered(table, end):
+                self._register_blocks(request, index, first, behind)
             table.num_registered = max(table.num_registered, end)
             registers_at = min(registers_at, (table.num_registered + 1) * block_size)
         request.registers_at = registers_at
 
     def _register_blocks(self, request: Request, group: int, first: int, end: int) -> None:
-        block_size = self._kinds[group].block_size
+        block_size = self._groups[group].kind.block_size
         num_hashes = block_size // self.hasher.block_size
         hashes = request.block_hashes[(first + 1) * num_hashes - 1 : end * num_hashes : num_hashes]
         keys = [content_key(block_hash, group) for block_hash in hashes]
