@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT_MS = 60_000
 _MAX_TIMEOUT_MS = int(rules_of(utility_pb2.UtilityCall, "timeout_ms").lowered_to)
 DEFAULT_SLEEP_LEVEL = 1
+_MAX_SHOWN = 200
 _MAX_VERSION_CHARACTERS = rules_of(utility_pb2.SetWeightVersionCall, "version").max_chars
 
 _MODES: dict[utility_pb2.PauseMode, PauseMode] = {
@@ -209,6 +210,25 @@ async def _update_weights(context: CallContext, call: utility_pb2.UtilityCall) -
     return _done()
 
 
+async def _save_sharded_state(
+    context: CallContext, call: utility_pb2.UtilityCall
+) -> utility_pb2.UtilityResult:
+    asked = call.save_sharded_state
+    if not Path(asked.path).is_absolute():
+        raise InvalidArgument(
+            f"path is {asked.path[:_MAX_SHOWN]!r}, it has to be a folder from the root on",
+            field="save_sharded_state.path",
+        )
+    if asked.pattern or asked.max_size_bytes:
+        field = "pattern" if asked.pattern else "max_size_bytes"
+        raise InvalidArgument(
+            f"{field} is not taken: each rank writes one file, by whose name a start finds it",
+            field=f"save_sharded_state.{field}",
+        )
+    await context.ask(lambda controls: controls.save_weights(Path(asked.path)))
+    return _done()
+
+
 async def _get_config(context: CallContext, call: utility_pb2.UtilityCall) -> utility_pb2.UtilityResult:
     options = utility_pb2.EngineOptions(
         options=[
@@ -238,6 +258,7 @@ ENGINE_CALLS = (
     UtilityCall("get_weight_version", Role.FRONTEND, _get_weight_version),
     UtilityCall("set_weight_version", Role.ADMIN, _set_weight_version),
     UtilityCall("update_weights", Role.ADMIN, _update_weights),
+    UtilityCall("save_sharded_state", Role.ADMIN, _save_sharded_state),
     UtilityCall("get_config", Role.FRONTEND, _get_config),
     UtilityCall("get_statistics", Role.FRONTEND, _get_statistics),
 )

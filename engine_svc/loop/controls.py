@@ -134,6 +134,18 @@ class EngineControls:
             self._weight_version = version
         self._on_weights(self._weights_folder, digest)
 
+    def save_weights(self, folder: Path) -> None:
+        """Have every rank write its weights as they are packed, for later starts. Requests wait meanwhile.
+
+        After a refusal some ranks may have written theirs, which is no harm: each file is whole.
+        """
+        if self.pause_controller.state is RunState.ASLEEP:
+            raise FailedPrecondition("the engine is asleep: wake it first", reason="ENGINE_ASLEEP")
+        # This may take longer than another rank would wait in a step.
+        self._lockstep.check_quiet(or_apart=True)
+        answers = self._ranks.call_each("save_weights", {"folder": str(folder)})
+        logger.info("weights saved", extra={"files": [answer["file"] for answer in answers]})
+
     def run_collective(self, name: str, arguments: Mapping[str, object]) -> list[str]:
         """Have every rank run a registered function; its results, in the order of the ranks."""
         collective = self._collectives.get(name)

@@ -59,6 +59,9 @@ def runner_calls(runner: ModelRunner) -> dict[str, Call]:
         folder = None if arguments["folder"] is None else Path(arguments["folder"])
         return {"digest": runner.reload_weights(folder, arguments["names"]).weights_digest}
 
+    def save_weights(arguments: Mapping[str, Any]) -> Mapping[str, object]:
+        return {"file": str(runner.save_weights(Path(arguments["folder"])))}
+
     def start_profile(arguments: Mapping[str, Any]) -> Mapping[str, object]:
         return {"file": str(runner.start_profile(Path(arguments["folder"]), arguments["prefix"]))}
 
@@ -73,6 +76,7 @@ def runner_calls(runner: ModelRunner) -> dict[str, Call]:
         "sleep": sleep,
         "wake": wake,
         "reload_weights": reload_weights,
+        "save_weights": save_weights,
         "start_profile": start_profile,
         "stop_profile": lambda arguments: {"file": str(runner.stop_profile())},
         "collective": collective,

@@ -18,6 +18,7 @@ from engine_svc.model.context import ForwardContext, HiddenStates
 from engine_svc.model.decoder import Largest, Model, SharedModel, finds_largest
 from engine_svc.model.expert_exchange import GroupExchange
 from engine_svc.model.facts import ModelFacts
+from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.runner.core_features import with_core_features
 from engine_svc.runner.cuda_graphs import DecodeGraphs
 from engine_svc.runner.failures import raise_translated
@@ -328,6 +329,17 @@ class ModelRunner:
     def reload_weights(self, folder: Path | None = None, names: Collection[str] = ()) -> ModelFacts:
         """See Resident.reload. Cached KV belongs to the old weights."""
         return self._resident.reload(folder, names)
+
+    def save_weights(self, folder: Path) -> Path:
+        """Write this rank's packed weights for later starts; returns the file. ValueError if it has none."""
+        model = self._resident.awake_model()
+        packed = model.packed if isinstance(model, NativeDecoder) else None
+        if packed is None:
+            raise ValueError(
+                "only weights of native models on a CPU can be written, of one folder, with experts that are "
+                "not divided over engines"
+            )
+        return packed.save(folder)
 
     def start_profile(self, folder: Path, prefix: str = "engine") -> Path:
         """Record steps from now on, in the thread that runs them; returns the file to be written."""

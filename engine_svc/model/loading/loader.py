@@ -27,8 +27,9 @@ from engine_svc.model.loading.packed_weights import (
     Kept,
     PackedWeights,
     PackedWeightsOptions,
+    Unwritten,
     open_packed_weights,
-    packed_key,
+    packed_name,
 )
 from engine_svc.model.loading.progress import Progress
 from engine_svc.model.loading.weights import WeightReader
@@ -468,13 +469,13 @@ def _native(
                 raise
             raise UnsupportedModel(f"{facts.architecture}: {error}") from error
 
-    # A few weights are packed in no time, and those of several folders are seldom loaded twice. Experts that
-    # are divided over engines leave the memory as the group changes, and a file's memory is one piece.
-    kept = options.packed_weights
-    if kept is not None and (
-        device.type != "cpu" or reader.num_bytes < kept.min_bytes or reader.replaced or share is not None
-    ):
-        kept = None
+    # Those of several folders are seldom loaded twice. Experts that are divided over engines leave the memory
+    # as the group changes, and a file's memory is one piece.
+    is_savable = device.type == "cpu" and not reader.replaced and share is None
+    kept = options.packed_weights if is_savable else None
+    if kept is not None and reader.num_bytes < kept.min_bytes:
+        # A few weights are packed in no time.
+        kept = replace(kept, is_written=False)
     layout = {
         "ops": ops.name,
         "quantization": options.quantization,
@@ -484,25 +485,29 @@ def _native(
         "pp": [parallel.pp_rank, parallel.pp_size],
         "samples": samples,
     }
-    key = "" if kept is None else packed_key(facts.weights_digest, reader.files, layout)
-    with open_packed_weights(kept, checkpoint.folder.name, key, ops) as packed:
+    name = packed_name(checkpoint.folder.name, facts.weights_digest, reader.files, layout)
+    with open_packed_weights(kept, name, ops) as source:
+        packed = Collected(ops, source, name)
         model, is_quantized = build(packed)
         # A model that only pools needs no head for tokens; its checkpoint may have one.
         unread = [name for name in reader.unread() if samples or name != "lm_head.weight"]
         notes: Mapping[str, Any] = {"unread": unread, "is_quantized": is_quantized}
-        if isinstance(packed, Kept):
-            notes = packed.notes
-        if isinstance(packed, Collected) and packed.write(notes):
+        if isinstance(source, Kept):
+            notes = source.notes
+        if isinstance(source, Unwritten) and source.write(packed.entries, notes):
             # In the memory that other engines have, too; never in both.
-            del model
-            packed = packed.reopened()
+            del model, packed
+            source = source.reopened()
+            packed = Collected(ops, source, name)
             model, _ = build(packed)
+    packed.notes = notes
+    model.packed = packed if is_savable else None
     reader.finish()
     if parallel.tp_size * parallel.pp_size == 1 and share is None and notes["unread"]:
         logger.warning(
             "weights of the checkpoint that the model does not use", extra={"names": listed(notes["unread"])}
         )
-    return _Native(model, notes["is_quantized"], packed.shared_bytes if isinstance(packed, Kept) else 0)
+    return _Native(model, notes["is_quantized"], source.shared_bytes if isinstance(source, Kept) else 0)
 
 
 def _rotary_table(config: ModelConfig, facts: ModelFacts) -> Tensor:

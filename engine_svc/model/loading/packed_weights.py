@@ -83,46 +83,22 @@ class NothingKept:
         return pack()
 
 
-class Collected:
-    """Packs all, and remembers it so that it can be written."""
+class Unwritten(NothingKept):
+    """Packs all, under a lock; what was packed can be written."""
 
     def __init__(self, ops: Ops, options: PackedWeightsOptions, path: Path) -> None:
         self._ops, self._options, self._path = ops, options, path
-        self._entries: dict[str, PackedParts] = {}
 
-    def has(self, name: str) -> bool:
-        return False
-
-    def get(self, name: str, pack: Callable[[], P]) -> P:
-        assert name not in self._entries, f"{name} is packed twice"
-        packed = pack()
-        parts = self._ops.take_apart(packed)
-        if parts is not None:
-            self._entries[name] = parts
-        return packed
-
-    def write(self, notes: Mapping[str, object]) -> bool:
-        """Write what was packed, if there is room for it, and forget it.  notes: for later starts."""
-        entries, self._entries = self._entries, {}
-        unfinished = self._path.with_suffix(_UNFINISHED_SUFFIX)
-        started_at, num_bytes = time.perf_counter(), num_bytes_of(entries)
+    def write(self, entries: Mapping[str, PackedParts], notes: Mapping[str, object]) -> bool:
+        """Write what was packed, if there is room for it.  notes: for later starts."""
+        num_bytes = num_bytes_of(entries)
         try:
             if not entries or not self._has_room(num_bytes):
                 return False
-            # Of a process that was killed.
-            unfinished.unlink(missing_ok=True)
-            write_file(unfinished, entries, notes)
-            unfinished.chmod(0o644)
-            unfinished.rename(self._path)
-            _sync(self._path.parent)
+            _write(self._path, entries, notes)
         except OSError as error:
             _warn_not_kept(self._path.parent, error.strerror or str(error))
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
             return False
-        duration_s = round(time.perf_counter() - started_at, 3)
-        extra = {"path": str(self._path), "size_bytes": num_bytes, "duration_s": duration_s}
-        logger.info("packed weights kept", extra=extra)
         return True
 
     def reopened(self) -> Kept | NothingKept:
@@ -180,19 +156,54 @@ class Kept:
             return pack()
 
 
+class Collected:
+    """The packed weights that a builder gets, with the names of the files that they can be written to.
+
+    They are the memory of the model: of what the reference ops compute, there are none.
+    """
+
+    def __init__(self, ops: Ops, source: PackedWeights, file_name: str) -> None:
+        self._ops, self._source, self._file_name = ops, source, file_name
+        self.entries: dict[str, PackedParts] = {}
+        self.notes: Mapping[str, object] = {}
+
+    def has(self, name: str) -> bool:
+        return self._source.has(name)
+
+    def get(self, name: str, pack: Callable[[], P]) -> P:
+        assert name not in self.entries, f"{name} is packed twice"
+        packed = self._source.get(name, pack)
+        parts = self._ops.take_apart(packed)
+        if parts is not None:
+            self.entries[name] = parts
+        return packed
+
+    def save(self, folder: Path) -> Path:
+        """Write a file that is read in place of packing, where `folder` is that of packed weights.
+
+        Raises ValueError where there is nothing to write, OSError for a folder that cannot be used.
+        """
+        if not self.entries:
+            raise ValueError("the weights of this engine have no packed form to write")
+        folder.mkdir(0o755, parents=True, exist_ok=True)
+        _check_folder(folder)
+        path = folder / self._file_name
+        _write(path, self.entries, self.notes)
+        return path
+
+
 @contextlib.contextmanager
 def open_packed_weights(
-    options: PackedWeightsOptions | None, name: str, key: str, ops: Ops
-) -> Iterator[Kept | Collected | NothingKept]:
+    options: PackedWeightsOptions | None, file_name: str, ops: Ops
+) -> Iterator[Kept | Unwritten | NothingKept]:
     """What is kept of a model's weights; if it is not, what is packed in the block can be written.
 
-    name: of the model, for people who look into the folder.  key: see `packed_key`.  options: None: nothing
-    is kept.
+    file_name: see `packed_name`.  options: None: nothing is kept.
     """
     if options is None or not _is_usable(options.folder):
         yield NothingKept()
         return
-    path = options.folder / f"{_NO_NAME.sub('-', name)[-_MAX_NAME:]}-{key}{_SUFFIX}"
+    path = options.folder / file_name
     file = _read(path)
     if file is not None:
         yield Kept(ops, path, file)
@@ -203,7 +214,7 @@ def open_packed_weights(
     with contextlib.ExitStack() as stack:
         is_locked, has_waited = stack.enter_context(_locked(path, options.wait_s))
         if is_locked and not has_waited:
-            yield Collected(ops, options, path)
+            yield Unwritten(ops, options, path)
             return
     # Another process may have written it meanwhile. What it could not keep is not tried again: engines that
     # start at once would pack one after the other.
@@ -211,11 +222,12 @@ def open_packed_weights(
     yield NothingKept() if file is None else Kept(ops, path, file)
 
 
-def packed_key(digest: str, files: Sequence[WeightFile], layout: Mapping[str, object]) -> str:
-    """A digest of what packed weights depend on.
+def packed_name(name: str, digest: str, files: Sequence[WeightFile], layout: Mapping[str, object]) -> str:
+    """The name of the file, with a digest of what packed weights depend on.
 
-    digest: of headers and samples of the weights.  files: that they are in; one that was written since is
-    another.  layout: how they are packed, of what JSON has.
+    name: of the model, for people who look into the folder.  digest: of headers and samples of the weights.
+    files: that they are in; one that was written since is another.  layout: how they are packed, of what JSON
+    has.
     """
     stats = [file.path.stat() for file in files]
     identity = {
@@ -224,7 +236,28 @@ def packed_key(digest: str, files: Sequence[WeightFile], layout: Mapping[str, ob
         "layout": layout,
         "code": _code_digest(),
     }
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+    return f"{_NO_NAME.sub('-', name)[-_MAX_NAME:]}-{key}{_SUFFIX}"
+
+
+def _write(path: Path, entries: Mapping[str, PackedParts], notes: Mapping[str, object]) -> None:
+    """Write the file, whole or not at all. Raises OSError."""
+    unfinished = path.with_suffix(_UNFINISHED_SUFFIX)
+    started_at = time.perf_counter()
+    try:
+        # Of a process that was killed.
+        unfinished.unlink(missing_ok=True)
+        write_file(unfinished, entries, notes)
+        unfinished.chmod(0o644)
+        unfinished.rename(path)
+        _sync(path.parent)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+    duration_s = round(time.perf_counter() - started_at, 3)
+    extra = {"path": str(path), "size_bytes": num_bytes_of(entries), "duration_s": duration_s}
+    logger.info("packed weights kept", extra=extra)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from torch import Tensor
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import Largest
 from engine_svc.model.facts import KVShape
+from engine_svc.model.loading.packed_weights import Collected
 from engine_svc.model.low_rank import (
     Additions,
     EmbeddingAdditions,
@@ -80,6 +81,7 @@ class NativeDecoder:
     is_fusible: bool = False  # it is whole on this rank, so its layers may be one op
     exchange: ExpertExchange = field(default_factory=NoExchange)
     pooler: Pooler | None = None  # of a model that has results besides tokens
+    packed: Collected | None = None  # its weights by name; None: they are of no single folder, or leave it
     fused: FusedLayers | None = field(init=False, default=None)  # all layers as one op, if the ops have one
 
     def __post_init__(self) -> None:

@@ -59,8 +59,7 @@ SERVED_TO_FRONTENDS = {
 }  # fmt: skip
 NOT_SERVED = {
     "reset_multimodal_cache", "reset_encoder_cache", "add_adapter", "remove_adapter", "list_adapters",
-    "pin_adapter", "unpin_adapter", "save_sharded_state", "flush_pins", "pin_blocks", "release_pins",
-    "list_pins",
+    "pin_adapter", "unpin_adapter", "flush_pins", "pin_blocks", "release_pins", "list_pins",
 }  # fmt: skip
 UNIMPLEMENTED, PERMISSION_DENIED = 12, 7
 
@@ -245,6 +244,33 @@ async def test_profiles_need_a_folder_and_a_plain_name(tmp_path: Path):
     assert engine.runners.asked == [
         ("start_profile", "mine"), ("start_profile", "engine"), ("stop_profile", None),
     ]  # fmt: skip
+
+
+async def test_every_rank_writes_its_weights_to_a_folder_while_none_steps(tmp_path: Path):
+    lockstep = Stepping()
+    async with controlled(lockstep=lockstep) as engine:
+        with pytest.raises(FailedPrecondition, match="pause all of them first"):
+            await engine.call(save_sharded_state={"path": str(tmp_path)})
+        lockstep.steps = False
+        for wrong, field_name in (
+            ({}, "path"),
+            ({"path": "kept"}, "path"),
+            ({"path": "/kept", "pattern": "{rank}"}, "pattern"),
+            ({"path": "/kept", "max_size_bytes": 1}, "max_size_bytes"),
+        ):
+            with pytest.raises(InvalidArgument, match=field_name):
+                await engine.call(save_sharded_state=wrong)
+        assert engine.runners.asked == []
+        await engine.call(save_sharded_state={"path": str(tmp_path)})
+    assert engine.runners.asked == [("save_weights", {"folder": str(tmp_path)})]
+
+
+async def test_weights_that_are_asleep_are_not_written():
+    async with controlled() as engine:
+        await engine.call(sleep={"level": 2})
+        with pytest.raises(FailedPrecondition, match="wake it first"):
+            await engine.call(save_sharded_state={"path": "/kept"})
+    assert engine.runners.asked == [("sleep", 2)]
 
 
 async def test_a_collective_answers_for_each_rank():

@@ -66,6 +66,10 @@ class FakeRunner:
         self._note("reload", folder, *names)
         return replace(FACTS, weights_digest=self.digest)
 
+    def save_weights(self, folder: Path) -> Path:
+        self._note("save", folder)
+        return folder / "file"
+
     def start_profile(self, folder: Path, prefix: str) -> Path:
         self._note("start", folder, prefix)
         return folder / prefix
@@ -97,6 +101,7 @@ def test_everything_reaches_every_rank_with_its_arguments():
     assert (
         control.call_all("reload_weights", {"folder": "/new", "names": ["a"]}) == [{"digest": "second"}] * 2
     )
+    assert control.call_each("save_weights", {"folder": "/kept"}) == [{"file": "/kept/file"}] * 2
     started = control.call_each("start_profile", {"folder": "/traces", "prefix": "p"}, undo="stop_profile")
     assert started == [{"file": "/traces/p"}] * 2
     assert control.call_each("stop_profile") == [{"file": "trace"}] * 2
@@ -106,6 +111,7 @@ def test_everything_reaches_every_rank_with_its_arguments():
             ("wake", WakeTag.WEIGHTS, WakeTag.KV_CACHE),
             ("reload", None),
             ("reload", Path("/new"), "a"),
+            ("save", Path("/kept")),
             ("start", Path("/traces"), "p"),
             ("stop",),
         ]

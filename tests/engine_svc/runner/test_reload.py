@@ -21,6 +21,9 @@ from engine_svc.model.loading.checkpoint import Checkpoint
 from engine_svc.model.loading.loader import load_model
 from engine_svc.runner.sleep import Resident, WeightSource
 from tests.engine_svc.runner.sleep_rig import LOAD_OPTIONS, Rig, change
+from triptych_kernels import ops_for
+
+OPS = ops_for(torch.device("cpu"))
 
 
 @pytest.fixture
@@ -45,6 +48,21 @@ def test_reloaded_weights_take_the_place_of_the_old_ones(rig, checkpoint, tmp_pa
     rig.forget()
     rig.runner.wake()
     assert rig.generate("newer") == expected
+
+
+@pytest.mark.skipif(OPS.name == "reference", reason="the native kernels cannot run here")
+def test_present_weights_are_written_for_later_starts(rig, checkpoint, tmp_path):
+    changed = Path(shutil.copytree(checkpoint, tmp_path / "changed"))
+    change(changed)
+    kept = tmp_path / "kept"
+    files = {rig.runner.save_weights(kept)}
+    rig.runner.reload_weights(changed)
+    files.add(rig.runner.save_weights(kept))
+    assert len(files) == 2
+    rig.runner.reload_weights(rig.folder, [DOWN])
+    with pytest.raises(ValueError, match="of one folder"):
+        rig.runner.save_weights(kept)
+    assert set(kept.iterdir()) == files
 
 
 def test_weights_changed_in_place_are_reloaded(rig):

@@ -76,6 +76,10 @@ def files_of(kept: PackedWeightsOptions) -> list[Path]:
     return sorted(kept.folder.glob("*.packed"))
 
 
+class SecondRank(Solo):
+    tp_rank, tp_size = 1, 2
+
+
 def make_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Its head is separate, so that its table is packed, too; its types differ within a projection."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -124,6 +128,32 @@ def test_a_second_start_reads_what_the_first_one_packed(family, options, tmp_pat
     assert [each.name for each in kept.folder.iterdir()] == [path.name]
 
 
+@pytest.mark.parametrize("parallel", [Solo(), SecondRank()], ids=["whole", "rank"])
+def test_a_loaded_model_writes_what_the_next_start_reads(parallel, folder, kept):
+    loaded, num_all = load(folder, None, parallel=parallel)
+    path = loaded.model.packed.save(kept.folder)
+    assert path.stat().st_mode & 0o777 == 0o644
+    # Small weights, too, which a start by itself does not keep.
+    second, num_read = load(folder, replace(kept, min_bytes=1 << 30), parallel=parallel)
+    assert num_read < num_all / 2
+    if parallel.tp_size == 1:
+        assert torch.equal(logits(second), logits(loaded))
+    # One that was read is written again in the same way.
+    content = path.read_bytes()
+    assert second.model.packed.save(kept.folder) == path
+    assert path.read_bytes() == content
+    assert files_of(kept) == [path]
+
+
+def test_a_folder_that_is_not_safe_gets_no_weights(folder, kept):
+    kept.folder.mkdir()
+    kept.folder.chmod(0o1777)
+    loaded, _ = load(folder, None)
+    with pytest.raises(OSError, match="all users may write it"):
+        loaded.model.packed.save(kept.folder)
+    assert not list(kept.folder.iterdir())
+
+
 def change_time(folder: Path) -> None:
     os.utime(folder / "model.safetensors", ns=(1, 1))
 
@@ -148,10 +178,6 @@ def test_other_files_are_packed_again(change, folder, kept):
     change(folder)
     load(folder, kept)
     assert len(files_of(kept)) == 2
-
-
-class SecondRank(Solo):
-    tp_rank, tp_size = 1, 2
 
 
 @pytest.mark.parametrize(
