@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from benchmarks.contestants.jobs import Job, Prompts, serve
@@ -12,7 +13,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     model_path, dtype = sys.argv[1:3]
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.set_grad_enabled(False)
     model = AutoModelForCausalLM.from_pretrained(
         model_path, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True

@@ -1,6 +1,7 @@
-"""llama.cpp, all sequences in one batch a step: PYTHON -m benchmarks.contestants.llama_cpp FILE MAX_ROWS.
+"""PYTHON -m benchmarks.contestants.llama_cpp FILE ROWS TOKENS THREADS: llama.cpp, all sequences in one batch.
 
-Uses the C interface that llama-cpp-python publishes; the largest logit is found with numpy.
+ROWS: sequences at once, of at most TOKENS each. Uses the C interface that llama-cpp-python publishes; the
+largest logit is found with numpy.
 """
 
 from __future__ import annotations
@@ -14,29 +15,28 @@ import numpy as np
 from benchmarks.contestants.jobs import Job, Prompts, serve
 
 _BATCH_TOKENS = 4096
-_CELLS_OF_SEQUENCE = 256
+_CELLS_AT_ONCE = 256
 
 
 class Context:
-    """A loaded model with room for some sequences of at most 256 tokens."""
+    """A loaded model with room for some sequences of so many tokens."""
 
-    def __init__(self, path: str, max_sequences: int) -> None:
+    def __init__(self, path: str, max_sequences: int, max_tokens: int, num_threads: int) -> None:
         llama_cpp.llama_backend_init()
         # Kept, as the library only has its address.
         self._log = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
         model_options = llama_cpp.llama_model_default_params()
         model_options.n_gpu_layers = 0
-        model_options.use_mmap = False
         self._model = llama_cpp.llama_model_load_from_file(path.encode(), model_options)
         if not self._model:
             raise SystemExit(f"llama.cpp cannot load {path}")
         self._num_logits = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         options = llama_cpp.llama_context_default_params()
-        options.n_ctx = _CELLS_OF_SEQUENCE * max_sequences
+        options.n_ctx = -(-max_tokens // _CELLS_AT_ONCE) * _CELLS_AT_ONCE * max_sequences
         options.n_batch = _BATCH_TOKENS
         options.n_seq_max = max_sequences
-        options.n_threads = options.n_threads_batch = 1
+        options.n_threads = options.n_threads_batch = num_threads
         options.kv_unified = False
         self._context = llama_cpp.llama_init_from_model(self._model, options)
         self._batch = llama_cpp.llama_batch_init(_BATCH_TOKENS, 0, 1)
@@ -84,7 +84,8 @@ class Context:
 
 
 def main() -> None:
-    context = Context(sys.argv[1], int(sys.argv[2]))
+    path, *numbers = sys.argv[1:]
+    context = Context(path, *map(int, numbers))
     serve("llama.cpp", context.generate)
 
 

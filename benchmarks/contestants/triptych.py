@@ -1,4 +1,4 @@
-"""python -m benchmarks.contestants.triptych MODEL DTYPE CORE [NAME=VALUE...]: our engine by `LLM.generate`.
+"""python -m benchmarks.contestants.triptych MODEL DTYPE CORES [NAME=VALUE...]: our engine by `LLM.generate`.
 
 NAME=VALUE are further options of the engine, e.g. `steps_in_flight=1`.
 """
@@ -17,13 +17,14 @@ _KV_BYTES = 4 << 30
 
 
 def main() -> None:
-    model, dtype, core, *options = sys.argv[1:]
+    model, dtype, cores, *options = sys.argv[1:]
+    pinned = {int(core) for core in cores.split(",")}
     pairs = dict(option.split("=", 1) for option in options)
     llm = LLM(
         model,
         **{
             "dtype": dtype,
-            "num_threads": 1,
+            "num_threads": len(pinned),
             "max_model_len": 2176,
             "max_num_batched_tokens": 4096,
             "kv_cache_memory": _KV_BYTES,
@@ -32,7 +33,7 @@ def main() -> None:
     )
     for thread in threading.enumerate():
         if thread.name == "model" and thread.native_id is not None:
-            os.sched_setaffinity(thread.native_id, {int(core)})
+            os.sched_setaffinity(thread.native_id, pinned)
 
     facts: dict[str, float] = {}
 

