@@ -23,6 +23,7 @@ from engine_svc.model.loading.folder import (
     stated_max_position,
     text_config,
 )
+from engine_svc.model.loading.formats.orders import check_orders
 from engine_svc.model.loading.formats.sources import quantization_method, weight_sources
 from engine_svc.model.loading.gguf.folder import is_from_file
 from engine_svc.model.loading.hub import is_gguf_path, is_hub_id
@@ -59,6 +60,8 @@ def check_start(config: EngineConfig, *, num_engines: int = 1) -> None:
     _check_ranks(config, text_config(content))
     headers = read_headers(folder)
     sources = weight_sources(folder, content, (entry for header in headers for entry in header.entries))
+    if sources:
+        check_orders(folder, headers)
     if sources and config.quantization != "none":
         raise ConfigError(
             f"--quantization {config.quantization} quantizes at load, and the weights of {folder} are "

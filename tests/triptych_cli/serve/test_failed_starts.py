@@ -126,6 +126,23 @@ def quantized(section: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]) 
     return arrange
 
 
+def with_group(arrange: Arrange, group: int) -> Arrange:
+    """The first column is in this group."""
+
+    def changed(folder: Path) -> list[str]:
+        arguments = arrange(folder)
+        path = folder / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        (length,) = struct.unpack_from("<Q", content)
+        header = json.loads(content[8 : 8 + length])
+        (start,) = (entry["data_offsets"][0] for name, entry in header.items() if name.endswith("g_idx"))
+        struct.pack_into("<i", content, 8 + length + start, group)
+        path.write_bytes(content)
+        return arguments
+
+    return changed
+
+
 def larger_than_memory(folder: Path) -> list[str]:
     model_folder(folder, "tokenizer.json")
     write_zeros(folder / "model.safetensors", {"model.embed_tokens.weight": ("F32", (1 << 38,))})
@@ -378,6 +395,20 @@ FAILED_STARTS: dict[str, tuple[Arrange, tuple[str, ...]]] = {
         name: (quantized(section, tensors), words)
         for name, (section, tensors, words) in BROKEN_WEIGHTS.items()
     },
+    "gptq, group out of range": (
+        with_group(quantized(_GPTQ, _OF_GPTQ), 2),
+        (f"{_MODULE}.g_idx has group 2, there are 2",),
+    ),
+    "gptq, group below 0": (
+        with_group(quantized(_GPTQ, _OF_GPTQ), -1),
+        (f"{_MODULE}.g_idx has group -1, there are 2",),
+    ),
+    "packed, group out of range": (
+        with_group(
+            quantized(_compressed({"actorder": "group"}), {**_OF_PACKED, "weight_g_idx": ("I32", (64,))}), 9
+        ),
+        (f"{_MODULE}.weight_g_idx has group 9, there are 2",),
+    ),
     "max-model-len": (
         flags("--max-model-len", "99999999"),
         ("--max-model-len is 99999999, the model takes 2048",),
