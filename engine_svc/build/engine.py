@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import socket
@@ -27,7 +28,7 @@ from engine_svc.build.fingerprint import (
 )
 from engine_svc.build.speculation import measure_step_costs
 from engine_svc.build.start_check import POLICY_ENTRY_POINTS, SCHEDULER_ENTRY_POINTS
-from engine_svc.cache.attention import AttentionKind, FullAttention, SlidingWindow
+from engine_svc.cache.attention import AlignedState, AttentionKind, FullAttention, KeptState, SlidingWindow
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.config import EngineConfig
@@ -43,7 +44,7 @@ from engine_svc.loop.requests import IdleLimits
 from engine_svc.membership.departure import Departure
 from engine_svc.membership.membership import Membership
 from engine_svc.model.loading.gguf.folder import is_from_file
-from engine_svc.scheduler.budget import Budget
+from engine_svc.scheduler.budget import Budget, ChunkEnds
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 from engine_svc.scheduler.policies import POLICIES
@@ -388,16 +389,42 @@ def build_core(
     budgets: Sequence[Budget] = (),
 ) -> Core:
     """The scheduler and its cache. Raises ConfigError or ValueError with a message for the operator."""
+    _check_states(scheduler, cache)
     kv_cache = KVCache(
         cache,
         max_model_len=scheduler.max_model_len,
         max_in_flight_tokens=scheduler.max_num_batched_tokens * scheduler.max_steps_in_flight,
         observers=[feature.cache_observer for feature in features if feature.cache_observer is not None],
     )
+    # First, as another budget that ends a chunk earlier must not leave nothing of it.
+    budgets = [*_chunk_ends(scheduler, cache), *budgets]
     make_scheduler = _find_scheduler(scheduler_class)
     return Core(
         make_scheduler(scheduler, kv_cache, _find_policy(policy)(scheduler), features, budgets), kv_cache
     )
+
+
+def _check_states(scheduler: SchedulerConfig, cache: CacheConfig) -> None:
+    """Raise ValueError for options that do not go with states of layers."""
+    if not any(isinstance(kind, KeptState) for kind in cache.groups):
+        return
+    if scheduler.num_speculative_tokens:
+        raise ValueError("drafts are not served for a model whose layers have states")
+    # A request that hits a state reads its slot and writes another.
+    num_needed = scheduler.max_num_seqs + 1
+    if cache.num_state_slots < num_needed:
+        raise ValueError(
+            f"memory for states holds {cache.num_state_slots}, max_num_seqs of {scheduler.max_num_seqs} "
+            f"needs {num_needed}"
+        )
+
+
+def _chunk_ends(scheduler: SchedulerConfig, cache: CacheConfig) -> list[Budget]:
+    """What ends chunks of prompts where a group writes a state, if it writes none in the middle of a step."""
+    sizes = {kind.block_size for kind in cache.groups if isinstance(kind, AlignedState)}
+    if sizes and not scheduler.enable_chunked_prefill:
+        raise ValueError("a layer writes its state at the end of a step: prompts must be computed in chunks")
+    return [ChunkEnds(math.lcm(*sizes), scheduler.max_num_batched_tokens)] if sizes else []
 
 
 def _attention_kind(block_size: int, window: int | None) -> AttentionKind:

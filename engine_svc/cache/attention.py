@@ -1,5 +1,6 @@
-"""Kinds of attention, as far as blocks depend on them: which tokens are read again, what a hit needs.
+"""Kinds of layers, as far as blocks depend on them: which tokens are read again, what a hit needs.
 
+Some layers have a state in place of keys and values: that after a token is made of that before it.
 All layers of a group have the same kind and share a block table. Knows no requests, no pool and no tensors.
 """
 
@@ -25,6 +26,14 @@ class AttentionKind(Protocol):
     @property
     def follows_tokens(self) -> bool:
         """Whether each token has a slot and equal prefixes have equal KV, which requests can share."""
+        ...
+
+    @property
+    def num_unshared_steps(self) -> int:
+        """For how many steps, from the one that writes a block on, no other request hits it.
+
+        0: of keys and values, which all rows of a step write before any reads them.
+        """
         ...
 
     def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
@@ -62,6 +71,7 @@ class FullAttention:
 
     block_size: int
     follows_tokens: ClassVar[bool] = True
+    num_unshared_steps: ClassVar[int] = 0
 
     def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
         return num_tokens
@@ -96,6 +106,7 @@ class SlidingWindow:
 
     block_size: int
     follows_tokens: ClassVar[bool] = True
+    num_unshared_steps: ClassVar[int] = 0
     window: int
 
     def __post_init__(self) -> None:
@@ -153,6 +164,7 @@ class ChunkedLocal:
 
     block_size: int
     follows_tokens: ClassVar[bool] = True
+    num_unshared_steps: ClassVar[int] = 0
     chunk: int
 
     def __post_init__(self) -> None:
@@ -196,6 +208,7 @@ class CrossAttention:
 
     block_size: int
     follows_tokens: ClassVar[bool] = False
+    num_unshared_steps: ClassVar[int] = 0
 
     def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
         return num_encoder_tokens
@@ -213,6 +226,151 @@ class CrossAttention:
         self, find: Callable[[int], CachedBlock | None], num_blocks: int, alignment: int, *, drop_last: bool
     ) -> list[CachedBlock | None]:
         return []
+
+
+@dataclass(frozen=True, slots=True)
+class SingleState:
+    """A request has one state, which every step replaces, and one for each draft that a step verifies.
+
+    No state is cached. `block_size` is the length of the longest request.
+    """
+
+    block_size: int
+    follows_tokens: ClassVar[bool] = False
+    num_unshared_steps: ClassVar[int] = 2
+    num_speculative_blocks: int = 0
+
+    def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
+        return self.block_size * (1 + self.num_speculative_blocks)
+
+    def num_unread_tokens(self, num_computed_tokens: int) -> int:
+        return 0
+
+    def first_unreading(self, num_tokens: int) -> int:
+        return NEVER
+
+    def max_blocks(self, num_tokens: int, max_in_flight_tokens: int) -> int:
+        return 1 + self.num_speculative_blocks
+
+    def longest_hit(
+        self, find: Callable[[int], CachedBlock | None], num_blocks: int, alignment: int, *, drop_last: bool
+    ) -> list[CachedBlock | None]:
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class EveryState:
+    """Block i is the state after (i + 1) * block_size tokens; every one of these states is written."""
+
+    block_size: int
+    follows_tokens: ClassVar[bool] = True
+    num_unshared_steps: ClassVar[int] = 2
+
+    def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
+        return num_tokens
+
+    def num_unread_tokens(self, num_computed_tokens: int) -> int:
+        return _num_before_state(num_computed_tokens)
+
+    def first_unreading(self, num_tokens: int) -> int:
+        return num_tokens + 1
+
+    def max_blocks(self, num_tokens: int, max_in_flight_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def longest_hit(
+        self, find: Callable[[int], CachedBlock | None], num_blocks: int, alignment: int, *, drop_last: bool
+    ) -> list[CachedBlock | None]:
+        return _last_state(find, num_blocks, self.block_size, alignment)
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedState:
+    """Block i, where a step has ended there, is the state after (i + 1) * block_size tokens.
+
+    A step writes the state at its end alone, so chunks of prompts end with blocks. Drafts have own blocks,
+    after that of the state.
+    """
+
+    block_size: int
+    follows_tokens: ClassVar[bool] = True
+    num_unshared_steps: ClassVar[int] = 2
+    num_speculative_blocks: int = 0
+
+    def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
+        return num_tokens
+
+    def num_unread_tokens(self, num_computed_tokens: int) -> int:
+        return _num_before_state(num_computed_tokens)
+
+    def first_unreading(self, num_tokens: int) -> int:
+        return num_tokens + 1
+
+    def max_blocks(self, num_tokens: int, max_in_flight_tokens: int) -> int:
+        """The states at the ends of two steps in flight, the one before these, and those of drafts."""
+        return 3 + self.num_speculative_blocks
+
+    def longest_hit(
+        self, find: Callable[[int], CachedBlock | None], num_blocks: int, alignment: int, *, drop_last: bool
+    ) -> list[CachedBlock | None]:
+        return _last_state(find, num_blocks, self.block_size, alignment)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptState:
+    """Entry i, where it is kept, is the state after (i + 1) * block_size tokens. It has a pool of slots.
+
+    States are kept while slots are free: every `interval` tokens, after the last whole block of a prompt, and
+    after the last whole block that is computed. All of these are written in the middle of a step, too.
+    """
+
+    block_size: int
+    follows_tokens: ClassVar[bool] = True
+    num_unshared_steps: ClassVar[int] = 1
+    interval: int
+
+    def __post_init__(self) -> None:
+        if self.interval < 1 or self.interval % self.block_size:
+            raise ValueError(f"interval is {self.interval}, must be a multiple of {self.block_size}")
+
+    def keeps(self, num_tokens: int, num_prompt_tokens: int) -> bool:
+        """Whether the state after this number of tokens, which are whole blocks, is kept."""
+        # A hit leaves a token of the prompt to compute.
+        is_last = num_tokens == (num_prompt_tokens - 1) // self.block_size * self.block_size
+        return is_last or num_tokens % self.interval == 0
+
+    def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
+        return num_tokens
+
+    def num_unread_tokens(self, num_computed_tokens: int) -> int:
+        return _num_before_state(num_computed_tokens)
+
+    def first_unreading(self, num_tokens: int) -> int:
+        return num_tokens + 1
+
+    def max_blocks(self, num_tokens: int, max_in_flight_tokens: int) -> int:
+        """None of the blocks for KV."""
+        return 0
+
+    def longest_hit(
+        self, find: Callable[[int], CachedBlock | None], num_blocks: int, alignment: int, *, drop_last: bool
+    ) -> list[CachedBlock | None]:
+        return _last_state(find, num_blocks, self.block_size, alignment)
+
+
+def _num_before_state(num_computed_tokens: int) -> int:
+    """Only the state after the last computed token is read: the block of this token stays."""
+    return max(0, num_computed_tokens - 1)
+
+
+def _last_state(
+    find: Callable[[int], CachedBlock | None], num_blocks: int, block_size: int, alignment: int
+) -> list[CachedBlock | None]:
+    """A hit ends with any state that is cached, and reads none before it."""
+    for index in range(num_blocks - 1, -1, -1):
+        if (index + 1) * block_size % alignment == 0 and (cached := find(index)) is not None:
+            return [*([None] * index), cached]
+    return []
 
 
 def _aligned(hit: list[CachedBlock | None], block_size: int, alignment: int) -> list[CachedBlock | None]:

@@ -27,18 +27,28 @@ def content_key(block_hash: bytes, group: int) -> bytes:
 
 
 class BlockPool:
-    """A fixed number of blocks. Block 0 is a placeholder that is never allocated.
+    """Blocks with consecutive ids. Block 0 is a placeholder that is never allocated.
 
     A block is on the free list exactly when its `ref_count` is 0. A free block keeps its content, and can be
     found by its key, until it is allocated again.
     """
 
-    def __init__(self, num_blocks: int, observers: Sequence[CacheObserver] = ()) -> None:
-        if num_blocks < 2:
+    def __init__(
+        self,
+        num_blocks: int,
+        observers: Sequence[CacheObserver] = (),
+        *,
+        first_block_id: int = PLACEHOLDER_BLOCK_ID + 1,
+    ) -> None:
+        """num_blocks: one more than the greatest id; those before `first_block_id` are of other pools."""
+        if num_blocks <= first_block_id:
             raise ValueError(f"the pool has {num_blocks} blocks, needs the placeholder and at least one more")
         self.observers = tuple(observers)
-        self._blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self._free = FreeList(self._blocks[PLACEHOLDER_BLOCK_ID + 1 :])
+        self.block_ids = range(first_block_id, num_blocks)
+        # By id: a lookup of a block is no arithmetic.
+        self._blocks = [Block(PLACEHOLDER_BLOCK_ID)] * first_block_id
+        self._blocks += [Block(block_id) for block_id in self.block_ids]
+        self._free = FreeList(self._blocks[first_block_id:])
         self._cached: dict[bytes, Block] = {}
         # Further blocks with the content of one in `_cached`, oldest first.
         self._twins: dict[bytes, OrderedDict[int, Block]] = {}
@@ -46,7 +56,7 @@ class BlockPool:
     @property
     def num_usable_blocks(self) -> int:
         """All blocks except the placeholder."""
-        return len(self._blocks) - 1
+        return len(self.block_ids)
 
     @property
     def num_free_blocks(self) -> int:
@@ -84,6 +94,10 @@ class BlockPool:
         """The oldest block with this content, if there is one."""
         block = self._cached.get(key)
         return None if block is None else block.block_id
+
+    def content_of(self, block_id: int) -> bytes | None:
+        """The key of a block's cached content."""
+        return self._blocks[block_id].key
 
     def hold(self, block_ids: Sequence[int]) -> None:
         """Add one holder to each block; a block without any leaves the free list."""
@@ -132,6 +146,14 @@ class BlockPool:
             if block.key is not None and block.ref_count == 0:
                 self._forget(block, block.key)
 
+    def drop(self, block_id: int, key: bytes) -> None:
+        """Drop this content of a block without a holder, which is the next to be reused."""
+        block = self._blocks[block_id]
+        if block.key == key and block.ref_count == 0:
+            self._forget(block, key)
+            self._free.remove(block)
+            self._free.prepend((block,))
+
     def invalidate(self, block_ids: Iterable[int]) -> None:
         """Drop the cached content of blocks, also of those with holders.
 
@@ -168,3 +190,49 @@ class BlockPool:
             del twins[block.block_id]
         if not twins:
             del self._twins[key]
+
+
+class JoinedPools:
+    """Pools of different ids as one, for what does not depend on the pool."""
+
+    def __init__(self, pools: Sequence[BlockPool]) -> None:
+        self._pools = tuple(pools)
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return sum(pool.num_usable_blocks for pool in self._pools)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return sum(pool.num_free_blocks for pool in self._pools)
+
+    def ref_count(self, block_id: int) -> int:
+        return next(pool.ref_count(block_id) for pool in self._pools if block_id in pool.block_ids)
+
+    def find(self, key: bytes) -> int | None:
+        """The oldest block with this content; keys name a group, whose blocks are of one pool."""
+        return next((found for pool in self._pools if (found := pool.find(key)) is not None), None)
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        for pool, own in self._divide(block_ids):
+            pool.hold(own)
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        for pool, own in self._divide(block_ids):
+            pool.release(own)
+
+    def invalidate(self, block_ids: Iterable[int]) -> None:
+        for pool, own in self._divide(block_ids):
+            pool.invalidate(own)
+
+    def reset(self) -> bool:
+        if self.num_free_blocks != self.num_usable_blocks:
+            return False
+        return all(pool.reset() for pool in self._pools)
+
+    def _divide(self, block_ids: Iterable[int]) -> list[tuple[BlockPool, list[int]]]:
+        block_ids = list(block_ids)
+        divided = (
+            (pool, [block_id for block_id in block_ids if block_id in pool.block_ids]) for pool in self._pools
+        )
+        return [(pool, own) for pool, own in divided if own]

@@ -16,4 +16,5 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     num_lookahead_tokens: int = 0  # slots after the scheduled tokens, for a drafter with its own KV
     drop_last_matched_block: bool = False  # the drafter needs the last matched block computed again
+    num_state_slots: int = 0  # of layers with KeptState, beside the blocks
     fingerprint: bytes = b""  # of the model, part of the fleet-wide root of all block hashes

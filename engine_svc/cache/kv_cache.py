@@ -9,11 +9,11 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from engine_svc.cache.attention import NEVER
+from engine_svc.cache.attention import NEVER, KeptState
 from engine_svc.cache.block_hash import BlockHasher
-from engine_svc.cache.block_pool import BlockPool, content_key, held_blocks
+from engine_svc.cache.block_pool import BlockPool, JoinedPools, content_key, held_blocks
 from engine_svc.cache.config import CacheConfig
-from engine_svc.cache.groups import BlockGroup, Limits, TokenBlocks
+from engine_svc.cache.groups import BlockGroup, Limits, group_of
 from engine_svc.cache.observer import CacheObserver, StoredBlocks
 from engine_svc.cache.prefix import PrefixFinder, PrefixHit
 from engine_svc.cache.retained import RetainedBlocks
@@ -80,17 +80,35 @@ class KVCache:
         if self._caches and not all(kind.follows_tokens for kind in kinds):
             raise ValueError("prefix caching is on, but KV of one group depends on more than the tokens")
         self.pool = BlockPool(config.num_blocks, observers)
+        self.pools: tuple[BlockPool, ...] = (self.pool,)
+        self._all_blocks: BlockPool | JoinedPools = self.pool
+        num_state_groups = sum(isinstance(kind, KeptState) for kind in kinds)
+        if num_state_groups > 1:
+            raise ValueError(f"{num_state_groups} groups have states, which must be one")
+        if num_state_groups:
+            num_ids = config.num_blocks + config.num_state_slots
+            slots = BlockPool(num_ids, observers, first_block_id=config.num_blocks)
+            self.pools = self.pool, slots
+            self._all_blocks = JoinedPools(self.pools)
         limits = Limits(max_model_len, max_in_flight_tokens, config.num_lookahead_tokens)
-        self._groups: tuple[BlockGroup, ...] = tuple(TokenBlocks(kind, self.pool, limits) for kind in kinds)
-        self.retained = RetainedBlocks(self.pool)
+        self._groups: tuple[BlockGroup, ...] = tuple(
+            group_of(kind, self.pool, self.pools[-1], limits, caches=self._caches) for kind in kinds
+        )
+        self._pool_of = tuple(self.pools.index(group.pool) for group in self._groups)
+        self.retained = RetainedBlocks(self._all_blocks)
         # Without groups no hash is ever computed.
         hash_block_size = math.gcd(*(kind.block_size for kind in kinds)) or 1
         self.hasher = BlockHasher(hash_block_size, config.fingerprint)
-        self._finder = PrefixFinder(self.pool, self.hasher, kinds, drop_last=config.drop_last_matched_block)
+        self._finder = PrefixFinder(
+            self._all_blocks, self.hasher, kinds, drop_last=config.drop_last_matched_block
+        )
         if self._caches:
-            self._finder.require_matching_chunks()
+            self._finder.require_exact_ends()
         self.gives_back = any(kind.first_unreading(1) != NEVER for kind in kinds)
+        # Groups in which a hit must not end with a block of the newest steps.
+        self._state_groups = tuple(index for index, kind in enumerate(kinds) if kind.num_unshared_steps)
         self._registered: list[int] = []  # since the last `take_registered`
+        self._registered_before: list[int] = []  # what that returned
         self.hit_rate = HitRate()
         self.prefix_queries = 0  # tokens looked up, at first admissions
         self.prefix_hits = 0  # of these, cached tokens
@@ -101,6 +119,11 @@ class KVCache:
     def num_groups(self) -> int:
         """Groups of layers, each with its own block tables."""
         return len(self._groups)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether the KV of the first computed tokens is left when the last ones do not count any more."""
+        return not self._state_groups
 
     @property
     def num_total_blocks(self) -> int:
@@ -216,12 +239,12 @@ class KVCache:
 
     def take_registered(self) -> Sequence[int]:
         """The blocks registered since the last call, which the step being planned is to fill."""
-        registered, self._registered = self._registered, []
-        return registered
+        self._registered_before, self._registered = self._registered, []
+        return self._registered_before
 
     def invalidate(self, block_ids: Sequence[int]) -> None:
         """Drop the cached content of these blocks, as it was never computed. They keep their holders."""
-        self.pool.invalidate(block_ids)
+        self._all_blocks.invalidate(block_ids)
 
     def hold(self, request: Request) -> list[int]:
         """Keep the blocks of `request` allocated after its end, e.g. while they are sent.
@@ -231,12 +254,12 @@ class KVCache:
         block_ids = [
             block_id for table in request.block_tables for block_id in held_blocks(reversed(table.block_ids))
         ]
-        self.pool.hold(block_ids)
+        self._all_blocks.hold(block_ids)
         return block_ids
 
     def release_held(self, block_ids: Sequence[int]) -> None:
         """Release blocks that `hold` has returned."""
-        self.pool.release(block_ids)
+        self._all_blocks.release(block_ids)
 
     def retain(self, key: str, request: Request, num_tokens: int) -> int:
         """Retain the cached blocks of the first `num_tokens` tokens of `request`, also after its end.
@@ -245,8 +268,7 @@ class KVCache:
         """
         block_ids = []
         for group, table in zip(self._groups, request.block_tables, strict=False):
-            end = min(num_tokens // group.kind.block_size, table.num_registered)
-            block_ids += held_blocks(reversed(table.block_ids[:end]))
+            block_ids += group.retainable(table, num_tokens)
         if block_ids:
             self.retained.add(key, block_ids)
         return len(block_ids)
@@ -272,7 +294,7 @@ class KVCache:
             return False
         for key in list(self.retained):
             self.retained.release(key)
-        self.pool.reset()
+        self._all_blocks.reset()
         self.hit_rate.reset()
         return True
 
@@ -280,23 +302,43 @@ class KVCache:
         return self._caches and not request.sampling.skip_reading_prefix_cache
 
     def _has_room(self, request: Request, hit: PrefixHit, computed: int, end: int, reserve_all: bool) -> bool:
-        num_wanted = self._num_wanted_blocks(request, hit, computed, end)
+        if any(hit.block_ids and self._is_too_new(hit, index) for index in self._state_groups):
+            return False
+        wanted = self._wanted_blocks(request, hit, computed, end)
         if reserve_all:
-            num_wanted = max(
-                num_wanted, self._num_wanted_blocks(request, hit, computed, request.num_tokens, whole=True)
-            )
-        return num_wanted <= self.pool.num_free_blocks
+            whole = self._wanted_blocks(request, hit, computed, request.num_tokens, whole=True)
+            wanted = list(map(max, wanted, whole))
+        return self._has_free(wanted)
 
-    def _num_wanted_blocks(
+    def _is_too_new(self, hit: PrefixHit, index: int) -> bool:
+        """Whether a request has to wait for the state with which a hit ends in a group."""
+        group, block_id = self._groups[index], hit.block_ids[index][-1]
+        if group.kind.num_unshared_steps > 1 and block_id in self._registered_before:
+            # The request that wrote it reads it in its next step, if it is still there.
+            return group.pool.ref_count(block_id) > 0
+        return block_id in self._registered
+
+    def _has_free(self, wanted: Sequence[int]) -> bool:
+        """Whether each pool has this number of free blocks."""
+        for pool, num_blocks in zip(self.pools, wanted, strict=True):
+            if num_blocks > pool.num_free_blocks:
+                return False
+        return True
+
+    def _wanted_blocks(
         self, request: Request, hit: PrefixHit, computed: int, end: int, *, whole: bool = False
-    ) -> int:
-        """How many blocks leave the free list for tokens up to `end`; `whole`: at most at any one time."""
-        num_wanted = 0
+    ) -> list[int]:
+        """How many blocks leave each pool's free list for tokens up to `end`.
+
+        whole: at most at any one time.
+        """
+        wanted = [0] * len(self.pools)
         for index, group in enumerate(self._groups):
             table = request.block_tables[index] if request.block_tables else None
             taken_over = hit.block_ids[index] if hit.block_ids else []
-            num_wanted += group.num_wanted(request, table, taken_over, computed, end, whole=whole)
-        return num_wanted
+            num_blocks = group.num_wanted(request, table, taken_over, computed, end, whole=whole)
+            wanted[self._pool_of[index]] += num_blocks
+        return wanted
 
     def _count_lookup(self, request: Request, hit: PrefixHit) -> None:
         if not self._reads_cache(request):
@@ -319,12 +361,12 @@ class KVCache:
 
     def _allocate(self, request: Request, end: int) -> NewBlocks | None:
         """Allocate blocks for the tokens up to `end` in every group; None when the pool is short."""
-        tables, num_missing, num_in_all = request.block_tables, [], 0
-        for group, table in zip(self._groups, tables, strict=True):
+        tables, num_missing, wanted = request.block_tables, [], [0] * len(self.pools)
+        for group, table, pool in zip(self._groups, tables, self._pool_of, strict=True):
             num_blocks = group.num_missing(request, table, end)
             num_missing.append(num_blocks)
-            num_in_all += num_blocks
-        if num_in_all > self.pool.num_free_blocks:
+            wanted[pool] += num_blocks
+        if not self._has_free(wanted):
             return None
         new_blocks = []
         room_until = NEVER
@@ -334,7 +376,7 @@ class KVCache:
             if group_room < room_until:
                 room_until = group_room
         request.room_until = room_until
-        return new_blocks if num_in_all else NO_BLOCKS
+        return new_blocks if any(new_blocks) else NO_BLOCKS
 
     def _release_unread(self, request: Request, num_settled_tokens: int) -> None:
         for group, table in zip(self._groups, request.block_tables, strict=True):
@@ -361,7 +403,7 @@ class KVCache:
         hashes = request.block_hashes[(first + 1) * num_hashes - 1 : end * num_hashes : num_hashes]
         keys = [content_key(block_hash, group) for block_hash in hashes]
         block_ids = request.block_tables[group].block_ids[first:end]
-        self.pool.register(block_ids, keys)
+        self._groups[group].pool.register(block_ids, keys)
         self._registered += block_ids
         if not self.pool.observers:
             return

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from engine_svc.cache.attention import AttentionKind, CachedBlock, ChunkedLocal, FullAttention
 from engine_svc.cache.block_hash import BlockHasher
-from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID, BlockPool, content_key, held_blocks
+from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID, BlockPool, JoinedPools, content_key, held_blocks
 from engine_svc.core.request import Request
 
 
@@ -42,7 +42,12 @@ class PrefixFinder:
     """
 
     def __init__(
-        self, pool: BlockPool, hasher: BlockHasher, groups: Sequence[AttentionKind], *, drop_last: bool
+        self,
+        pool: BlockPool | JoinedPools,
+        hasher: BlockHasher,
+        groups: Sequence[AttentionKind],
+        *,
+        drop_last: bool,
     ) -> None:
         self._pool = pool
         self._hasher = hasher
@@ -51,8 +56,11 @@ class PrefixFinder:
         self.alignment = math.lcm(*(kind.block_size for kind in groups))
         self._lookups = _lookups(groups)
 
-    def require_matching_chunks(self) -> None:
-        """Raise ValueError if a hit could end inside a local chunk without the beginning of that chunk."""
+    def require_exact_ends(self) -> None:
+        """Raise ValueError if a hit could end inside a local chunk without the beginning of that chunk.
+
+        Also if it could end without the state at its end.
+        """
         for lookup in self._lookups:
             kind = lookup.kind
             if isinstance(kind, ChunkedLocal) and (self._drop_last or kind.chunk % self.alignment):
@@ -60,6 +68,8 @@ class PrefixFinder:
                     f"chunk is {kind.chunk}: with prefix caching it must be a multiple of {self.alignment} "
                     "tokens, and no matched block can be dropped"
                 )
+            if self._drop_last and kind.num_unshared_steps:
+                raise ValueError("a layer has a state: with prefix caching no matched block can be dropped")
 
     def num_cacheable_tokens(self, num_tokens: int, block_size: int) -> int:
         """How many of the first `num_tokens` tokens a hit could cover, in a group of this block size."""
@@ -77,12 +87,15 @@ class PrefixFinder:
         self._hasher.extend(request)
         num_hashed = len(request.block_hashes) * self._hasher.block_size
         length = request.num_tokens - 1
+        request.parts_at = 0
         hits: dict[_Lookup, list[CachedBlock | None]] = {}
         dropped: set[_Lookup] = set()
         while True:
             candidate = length
             for lookup in self._lookups:
                 block_size = lookup.kind.block_size
+                if lookup.kind.num_unshared_steps and lookup not in hits and hits:
+                    request.parts_at = candidate
                 if lookup in hits and isinstance(lookup.kind, FullAttention):
                     # Any prefix of its hit is a hit as well.
                     continue
@@ -136,5 +149,8 @@ def _lookups(groups: Sequence[AttentionKind]) -> list[_Lookup]:
     by_kind: dict[AttentionKind, _Lookup] = {}
     for index, kind in enumerate(groups):
         by_kind.setdefault(kind, _Lookup(kind)).groups.append(index)
-    # Full attention first: it shortens the candidate most cheaply, and is looked up only once.
-    return sorted(by_kind.values(), key=lambda lookup: not isinstance(lookup.kind, FullAttention))
+    # Full attention first: it shortens the candidate most cheaply, and is looked up only once. States last.
+    return sorted(
+        by_kind.values(),
+        key=lambda lookup: (lookup.kind.num_unshared_steps > 0, not isinstance(lookup.kind, FullAttention)),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from engine_svc.cache.block_pool import BlockPool
+from engine_svc.cache.block_pool import BlockPool, JoinedPools
 
 
 class RetainedBlocks:
@@ -14,7 +14,7 @@ class RetainedBlocks:
     version: grows with every change.  on_change: gets the key, and its blocks or None if they were released.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool | JoinedPools) -> None:
         self._pool = pool
         self._lots: dict[str, list[int]] = {}
         self._num_lots: Counter[int] = Counter()  # by block

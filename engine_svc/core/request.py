@@ -171,6 +171,8 @@ class Request:
     room_until: int = field(default=0, init=False)  # up to here no block has to be allocated or released
     registers_at: int = field(default=0, init=False)  # from here on known tokens fill a block to register
     quiet_until: int = field(default=0, init=False)  # up to here the cache has nothing to do
+    # Up to here other requests have its tokens, but no state was kept; 0: not known of.
+    parts_at: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.timeline = Timeline(queued_at=self.arrival_at)

@@ -80,3 +80,39 @@ class PipelineTurns:
 
     def give_back(self, request: Request, num_tokens: int) -> None:
         self._sampling[-1].discard(request)
+
+
+class ChunkEnds:
+    """A budget by which chunks of a prompt end with blocks, where a state is written.
+
+    The last tokens, after the last state that an equal prompt can hit, are computed in a step of their own.
+    """
+
+    def __init__(self, block_size: int, max_num_tokens: int) -> None:
+        """max_num_tokens: of a chunk."""
+        self._block_size = block_size
+        self._is_reachable = block_size <= max_num_tokens
+
+    def begin_step(self) -> None: ...
+
+    def admits(self, request: Request) -> bool:
+        """All: one whose chunk would not reach the end of a block ends the admission."""
+        return True
+
+    def clip(self, request: Request, num_tokens: int) -> int:
+        start, block_size = request.num_computed_tokens, self._block_size
+        if start >= max(request.num_prompt_tokens, request.num_tokens - 1):
+            return num_tokens
+        end = start + num_tokens
+        if start < request.parts_at < end:
+            return request.parts_at - start
+        last = (request.num_tokens - 1) // block_size * block_size
+        if start < last < end:
+            return last - start
+        if end < request.num_tokens and self._is_reachable:
+            return end // block_size * block_size - start
+        return num_tokens
+
+    def take(self, request: Request, num_tokens: int) -> None: ...
+
+    def give_back(self, request: Request, num_tokens: int) -> None: ...

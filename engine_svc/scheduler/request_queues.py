@@ -108,7 +108,12 @@ class RequestQueues:
         request.timeline.finished_at = now
         for feature in self._features:
             feature.on_turn_end(request)
+        num_computed_tokens = request.num_computed_tokens
         settle_turn(request, self._kv_cache.hasher.block_size)
+        if request.num_computed_tokens < num_computed_tokens and not self._kv_cache.truncates:
+            # The next turn goes on where a state is kept.
+            self._kv_cache.release(request)
+            _forget_progress(request)
         request.blockers.add(INPUT)
         request.move_to(RequestStatus.BLOCKED)
         if self._holds_idle:

@@ -311,10 +311,11 @@ class Scheduler:
         elif self._pause is PauseState.NONE or self._config.holds_idle:
             self._admission_limit = self._admit_waiting(now)
         rows = self._builder.rows
+        # Also without rows, as states of the newest steps are not shared yet.
+        registered = self._kv_cache.take_registered()
         if not rows:
             return plan
         plan.released, queues.released = queues.released, []
-        registered = self._kv_cache.take_registered()
         self._in_flight.push(plan.step_number, rows, plan.num_tokens, plan.released, registered)
         self._max_rows = max(self._max_rows, len(rows))
         self._policy.on_plan(plan, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from engine_svc.build.engine import build_core
-from engine_svc.cache.attention import ChunkedLocal, FullAttention, SlidingWindow
+from engine_svc.cache.attention import (
+    AlignedState,
+    ChunkedLocal,
+    EveryState,
+    FullAttention,
+    SingleState,
+    SlidingWindow,
+)
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.request import FinishReason, InputSegment, Request, RequestOutput
 from engine_svc.core.sampling_params import SamplingParams
@@ -23,10 +31,16 @@ from tests.conformance.grammars import BLOCKER, Grammars
 from triptych_kit.clock import MonotonicClock
 from triptych_kit.telemetry.metrics import Metrics
 
+STATES = {
+    "none": lambda group: SingleState(group["block_size"], group["speculative_blocks"]),
+    "align": lambda group: AlignedState(group["block_size"], group["speculative_blocks"]),
+    "all": lambda group: EveryState(group["block_size"]),
+}
 KINDS = {
     "full": lambda group: FullAttention(group["block_size"]),
     "sliding": lambda group: SlidingWindow(group["block_size"], group["sliding_window"]),
     "chunked_local": lambda group: ChunkedLocal(group["block_size"], group["chunk"]),
+    "state": lambda group: STATES[group["mode"]](group),
 }
 
 # What a case may need besides a scheduler, one feature a line: its cases are replayed from then on.
@@ -37,6 +51,7 @@ CAPABILITIES = (
     "pipeline",
     "reset",
     "sessions",
+    "state",
 )
 
 
@@ -53,6 +68,7 @@ class ReplayEngine:
 
     def __init__(self, config: dict[str, Any]) -> None:
         groups = tuple(KINDS[group["kind"]](group) for group in config["kv_groups"])
+        self._groups = groups
         self._grammars = Grammars(is_async=config["async_scheduling"])
         self._reached: list[str] = []
         self._is_paused = False
@@ -115,6 +131,7 @@ class ReplayEngine:
         return self._scheduler.reset_prefix_cache(now=0.0, reset_running=running)
 
     def schedule(self) -> dict[str, Any]:
+        drafts = self._blocks_of_drafts()
         waiting, holders = self._scheduler.waiting_ids, set(self._scheduler._queues._holders)
         plan = self._scheduler.schedule(now=0.0)
         self._plans.append(plan)
@@ -139,7 +156,10 @@ class ReplayEngine:
             "spec": {request_id: drafts for request_id, drafts in spec if drafts},
             "blocks": {
                 # The placeholder, 0, is no block.
-                name: {"hit": [list(filter(None, ids)) for ids in taken.get(name, none)], "new": new or none}
+                name: {
+                    "hit": _blocks(taken.get(name, none)),
+                    "new": _blocks(new or none, drafts.get(name, ())),
+                }
                 for name, new in blocks
             },
             "free_blocks": self.free_blocks(),
@@ -195,6 +215,17 @@ class ReplayEngine:
             elif not self._is_blocked(name):
                 return
 
+    def _blocks_of_drafts(self) -> dict[str, list[int]]:
+        """The blocks by request id that a table lists again where the state moves on to them."""
+        blocks: dict[str, list[int]] = {}
+        for request in self._scheduler._queues.requests.values():
+            for group, table in zip(self._groups, request.block_tables, strict=False):
+                if isinstance(group, AlignedState) and group.num_speculative_blocks:
+                    blocks.setdefault(request.request_id, []).extend(
+                        table.block_ids[-group.num_speculative_blocks :]
+                    )
+        return blocks
+
     def _is_blocked(self, name: str) -> bool:
         return self._scheduler._queues.waiting.blocked(name) is not None
 
@@ -210,6 +241,11 @@ class ReplayEngine:
         ]
         self._finished.update(finished)
         return finished
+
+
+def _blocks(groups: list[list[int]], held: Sequence[int] = ()) -> list[list[int]]:
+    """The blocks of each group, without placeholders and those that the request had already."""
+    return [[block_id for block_id in block_ids if block_id and block_id not in held] for block_ids in groups]
 
 
 def _of(kind: type, values: dict[str, Any]) -> dict[str, Any]:

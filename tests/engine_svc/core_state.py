@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_svc.cache.block_pool import BlockPool
+from engine_svc.cache.block_pool import BlockPool, JoinedPools
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.scheduler.scheduler import Scheduler
 
@@ -20,6 +20,16 @@ def free_block_ids(pool: BlockPool) -> list[int]:
 def retained_lots(kv_cache: KVCache) -> list[list[int]]:
     """The blocks of each lot that is retained."""
     return list(kv_cache.retained._lots.values())
+
+
+def all_blocks(kv_cache: KVCache) -> BlockPool | JoinedPools:
+    """The pools of a cache as one."""
+    return kv_cache._all_blocks
+
+
+def content_of(kv_cache: KVCache, block_id: int) -> bytes | None:
+    """The key of a block's content if it is cached."""
+    return next(pool.content_of(block_id) for pool in kv_cache.pools if block_id in pool.block_ids)
 
 
 def key_of(pool: BlockPool, block_id: int) -> bytes | None:

@@ -5,22 +5,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from engine_svc.cache.attention import AttentionKind
-from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID, BlockPool, content_key
+from engine_svc.cache.attention import AttentionKind, KeptState
+from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID, BlockPool, JoinedPools, content_key
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.core.request import Request, RequestStatus
 from engine_svc.core.step import StepPlan
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from engine_svc.scheduler.scheduler import Scheduler
-from tests.engine_svc.core_state import free_block_ids, key_of, num_unfinished
+from tests.engine_svc.core_state import content_of, free_block_ids, num_unfinished
 from tests.simulation.broken import BrokenInvariant, expect
 from tests.simulation.cache_watch import CacheWatch
-from tests.simulation.paged_runner import Row, first_read
+from tests.simulation.paged_runner import STATES, Row, first_read
+
+_HASH_BYTES = 32
 
 
 def check_plan(
-    plan: StepPlan, config: SchedulerConfig, pause: PauseState, pool: BlockPool, *, displaces: bool = False
+    plan: StepPlan,
+    config: SchedulerConfig,
+    pause: PauseState,
+    pool: BlockPool | JoinedPools,
+    kinds: Sequence[AttentionKind] = (),
+    *,
+    displaces: bool = False,
 ) -> None:
     """budget: a plan keeps to the limits, its columns fit each other, and no block is given twice.
 
@@ -52,8 +60,10 @@ def check_plan(
         raise BrokenInvariant("order", "a plan has rows though all is paused")
     given: set[int] = set()
     for new_block_ids in plan.new_block_ids:
-        for block_ids in new_block_ids:
+        for group, block_ids in enumerate(new_block_ids):
             for block_id in block_ids:
+                if block_id == PLACEHOLDER_BLOCK_ID and kinds and isinstance(kinds[group], STATES):
+                    continue
                 if block_id in given or block_id == PLACEHOLDER_BLOCK_ID or not pool.ref_count(block_id):
                     raise BrokenInvariant("budget", f"block {block_id} is assigned twice or not held at all")
                 given.add(block_id)
@@ -88,7 +98,9 @@ def check_whole_state(
     is_loaded: bool,
 ) -> None:
     """Everything that is too dear to be looked at in every step."""
-    check_conservation(kv_cache.pool, requests, held)
+    held = list(held)
+    for pool in kv_cache.pools:
+        check_conservation(pool, requests, held)
     for request in requests:
         first_start = first_starts.get(request, request.num_computed_tokens)
         num_held = check_tables(request, kv_cache, config, first_start)
@@ -100,9 +112,9 @@ def check_whole_state(
                 "progress", f"{request.request_id} holds {num_held} blocks, not {most} at most"
             )
         if request.status is RequestStatus.RUNNING:
-            check_row(request, rows)
+            check_row(request, rows, config)
     if config.enable_prefix_caching:
-        check_events(kv_cache.pool, watch)
+        check_events(kv_cache.pools, watch)
     check_queues(scheduler, requests)
 
 
@@ -115,7 +127,7 @@ def check_conservation(pool: BlockPool, requests: Sequence[Request], held: Itera
     for block_ids in held:
         holders.update(block_ids)
     del holders[PLACEHOLDER_BLOCK_ID]
-    block_ids = range(PLACEHOLDER_BLOCK_ID + 1, pool.num_usable_blocks + 1)
+    block_ids = pool.block_ids
     counts = list(map(pool.ref_count, block_ids))
     expected = [holders[block_id] for block_id in block_ids]
     if counts != expected:
@@ -148,7 +160,11 @@ def check_tables(request: Request, kv_cache: KVCache, config: CacheConfig, first
         block_ids = table.block_ids
         num_released = table.num_released
         kept = block_ids[num_released:]
-        num_held += len(kept)
+        if isinstance(kind, STATES):
+            # Only some of the states are there.
+            kept = list(filter(None, kept))
+        # Slots of states are not counted among the blocks.
+        num_held += 0 if isinstance(kind, KeptState) else len(kept)
         if any(block_ids[:num_released]) or PLACEHOLDER_BLOCK_ID in kept or len(set(kept)) != len(kept):
             raise BrokenInvariant(
                 "kv-conservation", f"{request.request_id}, group {group}: table {block_ids}"
@@ -168,7 +184,9 @@ def check_keys(request: Request, group: int, kind: AttentionKind, kv_cache: KVCa
     table = request.block_tables[group]
     num_hashes = kind.block_size // kv_cache.hasher.block_size
     for index in range(table.num_released, len(table.block_ids)):
-        key = key_of(kv_cache.pool, table.block_ids[index])
+        if isinstance(kind, STATES) and not table.block_ids[index]:
+            continue
+        key = content_of(kv_cache, table.block_ids[index])
         if index >= table.num_registered:
             if key is not None:
                 raise BrokenInvariant(
@@ -182,25 +200,52 @@ def check_keys(request: Request, group: int, kind: AttentionKind, kv_cache: KVCa
             )
 
 
-def check_row(request: Request, rows: Mapping[str, Row]) -> None:
+def check_states(
+    kv_cache: KVCache,
+    config: CacheConfig,
+    memories: Sequence[Mapping[int, tuple[int, ...]]],
+    digest_of: Mapping[bytes, int],
+) -> None:
+    """isolation: a block of a state is free, in use by one request, or kept with the hash of its tokens.
+
+    digest_of: by the hash of a prefix, what the state after it is.
+    """
+    for group, kind in enumerate(config.groups):
+        if not isinstance(kind, STATES):
+            continue
+        for pool in kv_cache.pools:
+            for block_id in pool.block_ids:
+                key = pool.content_of(block_id)
+                if key is None:
+                    if isinstance(kind, KeptState) and pool is kv_cache.pools[-1]:
+                        expect(pool.ref_count(block_id) <= 1, "isolation", f"state {block_id} has two users")
+                elif key == content_key(key[:_HASH_BYTES], group):
+                    found, expected = memories[group].get(block_id), digest_of[key[:_HASH_BYTES]]
+                    if found != (expected,):
+                        raise BrokenInvariant("isolation", f"state {block_id} is not that of its hash")
+
+
+def check_row(request: Request, rows: Mapping[str, Row], config: CacheConfig) -> None:
     """What a runner has put together from plans is what the scheduler knows."""
     row = rows.get(request.request_id)
     if row is None:
         raise BrokenInvariant("order", f"{request.request_id} runs, but no plan admitted it")
-    for table, known in zip(request.block_tables, row.tables, strict=True):
-        if (
-            len(table.block_ids) != len(known)
-            or table.block_ids[table.num_released :] != known[table.num_released :]
-        ):
+    for kind, table, known in zip(config.groups, request.block_tables, row.tables, strict=True):
+        first = table.num_released
+        if isinstance(kind, STATES):
+            # A state that the row has gone on from in its block is not there any more.
+            known = [block_id if kept else 0 for block_id, kept in zip(known, table.block_ids, strict=False)]
+        if len(table.block_ids) != len(known) or table.block_ids[first:] != known[first:]:
             raise BrokenInvariant(
                 "order", f"{request.request_id}: table {table.block_ids}, runner has {known}"
             )
 
 
-def check_events(pool: BlockPool, watch: CacheWatch) -> None:
+def check_events(pools: Sequence[BlockPool], watch: CacheWatch) -> None:
     """The events of the cache add up to exactly what can be found."""
     keys = {content_key(block_hash, group) for block_hash, group in watch.stored}
-    if len(keys) != pool.num_cached_keys or None in map(pool.find, keys):
+    is_found = all(any(pool.find(key) is not None for pool in pools) for key in keys)
+    if len(keys) != sum(pool.num_cached_keys for pool in pools) or not is_found:
         raise BrokenInvariant("hash-soundness", "the events do not tell what can be found")
 
 

@@ -8,7 +8,16 @@ from itertools import repeat
 
 import numpy as np
 
-from engine_svc.cache.attention import AttentionKind, ChunkedLocal, CrossAttention, SlidingWindow
+from engine_svc.cache.attention import (
+    AlignedState,
+    AttentionKind,
+    ChunkedLocal,
+    CrossAttention,
+    EveryState,
+    KeptState,
+    SingleState,
+    SlidingWindow,
+)
 from engine_svc.core.request import BlockTable
 from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult
 from engine_svc.runner.input_batch import DraftEntries
@@ -16,6 +25,7 @@ from tests.simulation.broken import BrokenInvariant
 from tests.simulation.digest_model import NUM_OUTPUT_TOKENS, Identity, link, next_token
 
 UNKNOWN_DRAFT = -1
+STATES = (SingleState, EveryState, AlignedState, KeptState)
 
 
 def first_read(kind: AttentionKind, position: int) -> int:
@@ -25,6 +35,8 @@ def first_read(kind: AttentionKind, position: int) -> int:
             return max(0, position - window + 1)
         case ChunkedLocal(chunk=chunk):
             return position - position % chunk
+        case EveryState() | AlignedState() | KeptState():
+            return max(0, position - 1)
         case _:
             return 0
 
@@ -57,7 +69,7 @@ class Row:
         digests = self.digests
         self.identity.extend(digests, self.token_ids)
         for kind, blocks in zip(kinds, self.blocks, strict=True):
-            if isinstance(kind, CrossAttention):
+            if isinstance(kind, (CrossAttention, *STATES)):
                 continue
             block_size = kind.block_size
             for start in range(len(blocks) * block_size, len(digests) - block_size + 1, block_size):
@@ -99,6 +111,14 @@ class PagedRunner:
         self.num_accepted_drafts = 0
         self.num_padding_drafts = 0
         self._num_drafts_of: list[int] = []  # in this step
+        # Rows that read and that write a state in this step, by its block: rows run at the same time.
+        self._readers: dict[int, str] = {}
+        self._writers: dict[int, str] = {}
+
+    @property
+    def memories(self) -> Sequence[Mapping[int, tuple[int, ...]]]:
+        """Per group what each block holds."""
+        return self._memories
 
     def run(self, plan: StepPlan) -> StepResult:
         rows = self.rows
@@ -112,6 +132,8 @@ class PagedRunner:
                 raise BrokenInvariant("order", f"{request_id} is admitted but in the batch already")
             rows[request_id] = Row(admitted, self.identities[request_id], self._kinds)
         self._num_drafts_of = []
+        self._readers.clear()
+        self._writers.clear()
         sampled = list(
             map(
                 self._run_row,
@@ -162,6 +184,7 @@ class PagedRunner:
         samples: bool,
     ) -> list[int]:
         row = self.rows[request_id]
+        num_entries = list(map(len, row.tables))
         if new_block_ids:
             for table, block_ids in zip(row.tables, new_block_ids, strict=True):
                 table += block_ids
@@ -190,6 +213,9 @@ class PagedRunner:
         else:
             digests = row.digests
         self._touch(row, start, end + len(drafts), digests, request_id)
+        for group, kind in enumerate(self._kinds):
+            if isinstance(kind, STATES):
+                self._advance_state(row, group, num_entries[group], start, end, request_id)
         if not samples:
             return []
         sampled = self._verify(row, drafts)
@@ -214,6 +240,8 @@ class PagedRunner:
             if isinstance(kind, CrossAttention):
                 self._touch_encoder(row, group, is_first=start == 0, request_id=request_id)
                 continue
+            if isinstance(kind, STATES):
+                continue
             first = first_read(kind, start) // block_size
             last, rest = divmod(start, block_size)
             if first < last and list(map(memory.get, table[first:last])) != blocks[first:last]:
@@ -233,6 +261,39 @@ class PagedRunner:
                 if len(self._memories) > 1:
                     self._wipe(group, block_id)
                 index += 1
+
+    def _advance_state(
+        self, row: Row, group: int, num_entries: int, start: int, end: int, request_id: str
+    ) -> None:
+        """Read the state before the tokens from `start` on; write those of ends of blocks that have one.
+
+        num_entries: of the table before this step.
+        """
+        block_size, table, digests = self._kinds[group].block_size, row.tables[group], row.digests
+        if start:
+            current = table[num_entries - 1]
+            if self._memories[group].get(current) != (digests[start - 1],):
+                raise BrokenInvariant(
+                    "isolation", f"{request_id} reads group {group}, state {current}: not that of its tokens"
+                )
+            self._readers[current] = request_id
+        written = {end: table[-1]}
+        # The state that the row has read is kept as well, unless the row goes on in its block.
+        first = num_entries - 1 if start and table[num_entries - 1] != table[-1] else num_entries
+        for index in range(first, len(table) - 1):
+            if table[index] and start < (index + 1) * block_size:
+                written[(index + 1) * block_size] = table[index]
+        for num_tokens, block_id in written.items():
+            if not block_id:
+                raise BrokenInvariant("kv-conservation", f"{request_id} writes to the placeholder")
+            self._memories[group][block_id] = (digests[num_tokens - 1],)
+            self._wipe(group, block_id)
+            self._writers[block_id] = request_id
+        for block_id, reader in self._readers.items():
+            if self._writers.get(block_id, reader) != reader:
+                raise BrokenInvariant(
+                    "isolation", f"{reader} reads state {block_id}, which {self._writers[block_id]} writes"
+                )
 
     def _touch_encoder(self, row: Row, group: int, *, is_first: bool, request_id: str) -> None:
         """The first step of a request writes all that cross-attention reads; every later one reads it."""

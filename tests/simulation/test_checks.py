@@ -171,9 +171,9 @@ def test_events_have_to_tell_what_can_be_found():
     block_hash = bytes(32)
     pool.register(pool.allocate(1), [block_hash])
     with pytest.raises(BrokenInvariant, match="hash-soundness"):
-        check_events(pool, watch)
+        check_events([pool], watch)
     watch.on_store(StoredBlocks([block_hash], b"", [1, 2], 2, 0))
-    check_events(pool, watch)
+    check_events([pool], watch)
     watch.on_evict(1, block_hash, 0)
     with pytest.raises(BrokenInvariant, match="hash-soundness"):
         watch.on_evict(1, block_hash, 0)

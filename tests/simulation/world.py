@@ -17,15 +17,15 @@ from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.turns import INPUT
 from engine_svc.speculation.accounting import DraftGrants
-from tests.engine_svc.core_state import num_unfinished, retained_lots
+from tests.engine_svc.core_state import all_blocks, num_unfinished, retained_lots
 from tests.simulation.alone import Turn
 from tests.simulation.broken import BrokenInvariant, expect
 from tests.simulation.budgets import AdapterCap, Adapters, BudgetWatch, EncoderBudget
 from tests.simulation.cache_watch import CacheWatch
 from tests.simulation.features import REMOTE, HeldBlocks
 from tests.simulation.history import History
-from tests.simulation.invariants import check_content, check_plan, check_whole_state
-from tests.simulation.paged_runner import PagedRunner
+from tests.simulation.invariants import check_content, check_plan, check_states, check_whole_state
+from tests.simulation.paged_runner import STATES, PagedRunner
 from tests.simulation.setup import Setup
 from triptych_kit.telemetry.metrics import Metrics
 
@@ -203,7 +203,7 @@ class World:
             for request_id in request_ids
             if request_id in self.histories
         }
-        ref_count = self.kv_cache.pool.ref_count
+        ref_count = all_blocks(self.kv_cache).ref_count
         holders: Counter[int] = Counter()
         for request in chosen.values():
             for table in request.block_tables:
@@ -238,12 +238,12 @@ class World:
         self._note("reset", reset_running)
         num_running = len(self.scheduler.running_ids)
         was_reset = self.scheduler.reset_prefix_cache(self.now, reset_running=reset_running)
-        pool = self.kv_cache.pool
+        pool = all_blocks(self.kv_cache)
         if was_reset is not (pool.num_free_blocks == pool.num_usable_blocks):
             raise BrokenInvariant(
                 "kv-conservation", f"reset {was_reset}, {pool.num_free_blocks} blocks are free"
             )
-        if was_reset and (pool.num_cached_keys or self.watch.stored):
+        if was_reset and (any(pool.num_cached_keys for pool in self.kv_cache.pools) or self.watch.stored):
             raise BrokenInvariant("kv-conservation", "content can be found after a reset")
         if reset_running and self.scheduler.running_ids:
             raise BrokenInvariant("order", f"{self.scheduler.running_ids} run after a reset of all")
@@ -261,7 +261,8 @@ class World:
             plan,
             self.setup.scheduler,
             self.pause,
-            self.kv_cache.pool,
+            all_blocks(self.kv_cache),
+            self.setup.cache.groups,
             displaces=self.setup.policy == "fair",
         )
         if self.budget_watch is not None:
@@ -336,10 +337,24 @@ class World:
             num_drafts=self.setup.scheduler.num_speculative_tokens * self.setup.scheduler.max_steps_in_flight,
             is_loaded=self.setup.has_remote_loads,
         )
+        self._check_states()
+
+    def _check_states(self) -> None:
+        if not any(isinstance(kind, STATES) for kind in self.setup.cache.groups):
+            return
+        for history in self.histories.values():
+            digests: list[int] = []
+            history.identity.extend(digests, history.request.token_ids)
+            self._check_content(history.request, digests)
+        check_states(self.kv_cache, self.setup.cache, self.runner.memories, self._digest_of)
+
+    def _check_content(self, request: Request, digests: Sequence[int]) -> None:
+        block_size = self.kv_cache.hasher.block_size
+        check_content(request.block_hashes, digests, block_size, self._hash_of, self._digest_of)
 
     def check_idle(self) -> None:
         """kv-idle-zero: no request is left, and nothing is held."""
-        pool = self.kv_cache.pool
+        pool = all_blocks(self.kv_cache)
         if self.histories or self.in_flight or num_unfinished(self.scheduler) or self.scheduler.has_work:
             raise BrokenInvariant("kv-idle-zero", f"{list(self.histories)} have not ended")
         if pool.num_free_blocks != pool.num_usable_blocks:
@@ -413,8 +428,7 @@ class World:
         history.check(self.setup.scheduler.max_model_len)
         digests: list[int] = []
         history.identity.extend(digests, request.token_ids)
-        block_size = self.kv_cache.hasher.block_size
-        check_content(request.block_hashes, digests, block_size, self._hash_of, self._digest_of)
+        self._check_content(request, digests)
         self.seen[f"ends_by_{reason.value}"] += 1
         self.seen["turn_ended"] += len(history.endings) - 1
         self.seen["turn_cancelled"] += sum(reason is FinishReason.ABORT for reason, _ in history.endings[:-1])

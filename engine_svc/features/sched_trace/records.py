@@ -10,7 +10,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from engine_svc.cache.attention import AttentionKind, ChunkedLocal, FullAttention, SlidingWindow
+from engine_svc.cache.attention import (
+    AlignedState,
+    AttentionKind,
+    ChunkedLocal,
+    EveryState,
+    FullAttention,
+    KeptState,
+    SingleState,
+    SlidingWindow,
+)
 from engine_svc.cache.block_pool import held_blocks
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.request import ContentSpan, FinishReason, InputSegment, Request, RequestOutput, Verdict
@@ -62,6 +71,7 @@ class Setup:
             "features": {name: dict(options) for name, options in self.features.items()},
             **record,
             "enable_prefix_caching": self.cache.enable_prefix_caching,
+            "num_state_slots": self.cache.num_state_slots,
             "num_lookahead_tokens": self.cache.num_lookahead_tokens,
             "drop_last_matched_block": self.cache.drop_last_matched_block,
             "kv_groups": [_as_group(kind) for kind in self.cache.groups],
@@ -274,7 +284,19 @@ def _as_group(kind: AttentionKind) -> Record:
             return {"kind": "sliding", "block_size": block_size, "sliding_window": window}
         case ChunkedLocal(block_size, chunk):
             return {"kind": "chunked_local", "block_size": block_size, "chunk": chunk}
+        case KeptState(block_size, interval):
+            return {"kind": "state", "block_size": block_size, "mode": "kept", "interval": interval}
+        case SingleState(block_size, num_drafts):
+            return _state(block_size, "none", num_drafts)
+        case AlignedState(block_size, num_drafts):
+            return _state(block_size, "align", num_drafts)
+        case EveryState(block_size):
+            return _state(block_size, "all", 0)
     raise ValueError(f"a trace has no name for {type(kind).__name__}")
+
+
+def _state(block_size: int, mode: str, num_drafts: int) -> Record:
+    return {"kind": "state", "block_size": block_size, "mode": mode, "speculative_blocks": num_drafts}
 
 
 def _read_group(record: Record) -> AttentionKind:
@@ -285,8 +307,24 @@ def _read_group(record: Record) -> AttentionKind:
             return SlidingWindow(record["block_size"], record["sliding_window"])
         case "chunked_local":
             return ChunkedLocal(record["block_size"], record["chunk"])
+        case "state":
+            return _read_state(record)
         case kind:
             raise ValueError(f"the attention of a group is {kind}, which is not known here")
+
+
+def _read_state(record: Record) -> AttentionKind:
+    match record["mode"]:
+        case "kept":
+            return KeptState(record["block_size"], record["interval"])
+        case "none":
+            return SingleState(record["block_size"], record["speculative_blocks"])
+        case "align":
+            return AlignedState(record["block_size"], record["speculative_blocks"])
+        case "all":
+            return EveryState(record["block_size"])
+        case mode:
+            raise ValueError(f"the states of a group are kept by {mode}, which is not known here")
 
 
 def _of(kind: type[Any], record: Mapping[str, Any]) -> Record:

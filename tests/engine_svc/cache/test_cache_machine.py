@@ -170,7 +170,7 @@ class CacheMachine(RuleBasedStateMachine):
             check_tables(request, self.cache, self.config, request.num_computed_tokens)
             self._check_contents(request)
         if self.config.enable_prefix_caching:
-            check_events(self.cache.pool, self.watch)
+            check_events(self.cache.pools, self.watch)
 
     def teardown(self) -> None:
         for request in self.holders:

@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from engine_svc.cache.attention import ChunkedLocal, FullAttention, SlidingWindow
+from engine_svc.cache.attention import (
+    AlignedState,
+    ChunkedLocal,
+    EveryState,
+    FullAttention,
+    KeptState,
+    SingleState,
+    SlidingWindow,
+)
 from engine_svc.core.errors import DeviceLost
 from engine_svc.core.step import StepCosts, StepPlan
 from engine_svc.features.sched_trace import scheduler
@@ -47,6 +55,15 @@ SETUPS = {
     ),
     "a window, in flight": Setup(ASYNC, WINDOW),
     "chunks": Setup(SCHEDULER, replace(CACHE, groups=(FullAttention(4), ChunkedLocal(4, 8)))),
+    "kept states, in flight": Setup(
+        ASYNC, replace(CACHE, groups=(FullAttention(4), KeptState(4, 8)), num_state_slots=12)
+    ),
+    "aligned states": Setup(SCHEDULER, replace(CACHE, groups=(FullAttention(4), AlignedState(4)))),
+    "every state": Setup(SCHEDULER, replace(CACHE, groups=(FullAttention(4), EveryState(4)))),
+    "single states": Setup(
+        SCHEDULER,
+        replace(CACHE, groups=(FullAttention(4), SingleState(64)), enable_prefix_caching=False),
+    ),
     "limited prompts": Setup(
         replace(SCHEDULER, long_prefill_token_threshold=5, reserve_full_prompt=False), CACHE
     ),
