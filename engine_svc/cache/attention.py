@@ -13,6 +13,9 @@ from typing import ClassVar, Protocol
 
 NEVER = sys.maxsize
 
+# States are kept after each fourth of the last blocks of a prompt: with blocks of 16 tokens, every 64 of 256.
+_NUM_TAIL_BLOCKS, _TAIL_STEP = 16, 4
+
 # The blocks with one block's worth of content, one in each group that is looked up together.
 CachedBlock = list[int]
 
@@ -320,8 +323,9 @@ class AlignedState:
 class KeptState:
     """Entry i, where it is kept, is the state after (i + 1) * block_size tokens. It has a pool of slots.
 
-    States are kept while slots are free: every `interval` tokens, after the last whole block of a prompt, and
-    after the last whole block that is computed. All of these are written in the middle of a step, too.
+    States are kept while slots are free: every `interval` tokens, after the last whole block of a prompt and
+    of what is computed, and more densely before the end of a prompt, as prompts that share a beginning mostly
+    differ in their ends alone. All of these are written in the middle of a step, too.
     """
 
     block_size: int
@@ -336,8 +340,9 @@ class KeptState:
     def keeps(self, num_tokens: int, num_prompt_tokens: int) -> bool:
         """Whether the state after this number of tokens, which are whole blocks, is kept."""
         # A hit leaves a token of the prompt to compute.
-        is_last = num_tokens == (num_prompt_tokens - 1) // self.block_size * self.block_size
-        return is_last or num_tokens % self.interval == 0
+        num_left = (num_prompt_tokens - 1) // self.block_size - num_tokens // self.block_size
+        is_near_end = 0 < num_left <= _NUM_TAIL_BLOCKS and num_tokens % (_TAIL_STEP * self.block_size) == 0
+        return num_left == 0 or is_near_end or num_tokens % self.interval == 0
 
     def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
         return num_tokens

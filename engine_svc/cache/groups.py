@@ -319,11 +319,15 @@ class KeptStates:
         else:
             newest, block_ids[-1] = block_ids[-1], PLACEHOLDER_BLOCK_ID
             pool.invalidate((newest,))
-        for index in range(length, last):
-            is_kept = self._caches and self._keeps(request, index + 1) and pool.num_free_blocks > 0
-            block_ids += pool.allocate(1) if is_kept else [PLACEHOLDER_BLOCK_ID]
-        block_ids.append(newest)
-        return block_ids[length:]
+        entries = [PLACEHOLDER_BLOCK_ID] * (last - length) + [newest]
+        # The last first: where slots are few, a request that goes on from here computes least.
+        for index in reversed(range(length, last) if self._caches else ()):
+            if not pool.num_free_blocks:
+                break
+            if self._keeps(request, index + 1):
+                (entries[index - length],) = pool.allocate(1)
+        block_ids += entries
+        return entries
 
     def room_until(self, table: BlockTable) -> int:
         room_until, num_passed = len(table.block_ids) * self.kind.block_size, table.num_released + 1

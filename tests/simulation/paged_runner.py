@@ -112,7 +112,7 @@ class PagedRunner:
         self.num_padding_drafts = 0
         self._num_drafts_of: list[int] = []  # in this step
         # Rows that read and that write a state in this step, by its block: rows run at the same time.
-        self._readers: dict[int, str] = {}
+        self._readers: dict[int, set[str]] = {}
         self._writers: dict[int, str] = {}
 
     @property
@@ -276,7 +276,7 @@ class PagedRunner:
                 raise BrokenInvariant(
                     "isolation", f"{request_id} reads group {group}, state {current}: not that of its tokens"
                 )
-            self._readers[current] = request_id
+            self._readers.setdefault(current, set()).add(request_id)
         written = {end: table[-1]}
         # The state that the row has read is kept as well, unless the row goes on in its block.
         first = num_entries - 1 if start and table[num_entries - 1] != table[-1] else num_entries
@@ -289,10 +289,11 @@ class PagedRunner:
             self._memories[group][block_id] = (digests[num_tokens - 1],)
             self._wipe(group, block_id)
             self._writers[block_id] = request_id
-        for block_id, reader in self._readers.items():
-            if self._writers.get(block_id, reader) != reader:
+        for block_id, readers in self._readers.items():
+            writer = self._writers.get(block_id, "")
+            if writer and readers - {writer}:
                 raise BrokenInvariant(
-                    "isolation", f"{reader} reads state {block_id}, which {self._writers[block_id]} writes"
+                    "isolation", f"{min(readers - {writer})} reads state {block_id}, which {writer} writes"
                 )
 
     def _touch_encoder(self, row: Row, group: int, *, is_first: bool, request_id: str) -> None:

@@ -11,9 +11,12 @@ from engine_svc.cache.attention import (
     ChunkedLocal,
     CrossAttention,
     FullAttention,
+    KeptState,
     SlidingWindow,
 )
-from engine_svc.cache.block_pool import BlockPool
+from engine_svc.cache.block_pool import BlockPool, content_key
+from engine_svc.cache.config import CacheConfig
+from engine_svc.cache.kv_cache import KVCache
 from engine_svc.cache.observer import StoredBlocks
 from engine_svc.core.request import BlockTable, FinishReason, FirstOutput, Request, RequestOutput
 from engine_svc.core.sampling_params import SamplingParams
@@ -26,7 +29,13 @@ from tests.simulation.cache_watch import CacheWatch
 from tests.simulation.campaign import Fault, Report
 from tests.simulation.digest_model import Identity
 from tests.simulation.history import History
-from tests.simulation.invariants import check_conservation, check_content, check_events, check_plan
+from tests.simulation.invariants import (
+    check_conservation,
+    check_content,
+    check_events,
+    check_plan,
+    check_states,
+)
 from tests.simulation.paged_runner import PagedRunner, first_read
 from tests.simulation.setup import draw_setup
 from tests.simulation.simulation import Simulation
@@ -417,3 +426,61 @@ def test_a_plan_that_does_not_fit_the_rows_is_noticed(wrong: StepPlan):
     small.run(row_plan("a", 0, 4, [[1, 2]], admitted=admission("a", [[]])))
     with pytest.raises(BrokenInvariant):
         small.run(wrong)
+
+
+STATE_KINDS = (KeptState(2, 4),)
+
+
+def state_runner() -> PagedRunner:
+    small = PagedRunner(STATE_KINDS, random.Random(1))
+    for request_id in ("a", "b"):
+        small.identities[request_id] = Identity(7, ())
+    small.run(row_plan("a", 0, 4, [[0, 5]], admitted=admission("a", [[]])))
+    return small
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        row_plan("b", 2, 2, [[6]], admitted=admission("b", [[5]])),
+        row_plan("b", 4, 1, [[6]], admitted=admission("b", [[0, 7]], token_ids=[*TOKENS, 9])),
+        row_plan("b", 4, 1, [[6]], admitted=admission("b", [[0, 5]], token_ids=[8, *TOKENS])),
+        row_plan("b", 0, 4, [[0, 0]], admitted=admission("b", [[]])),
+    ],
+    ids=["after more tokens", "never written", "of other tokens", "nowhere to write"],
+)
+def test_a_state_that_is_not_that_of_the_tokens_is_noticed(wrong: StepPlan):
+    with pytest.raises(BrokenInvariant):
+        state_runner().run(wrong)
+
+
+def test_a_state_of_the_same_tokens_is_taken_over():
+    small = state_runner()
+    small.run(row_plan("b", 4, 1, [[6]], admitted=admission("b", [[0, 5]], token_ids=[*TOKENS, 9])))
+
+
+def test_a_state_that_another_row_of_the_step_writes_is_noticed():
+    small = state_runner()
+    plan = row_plan("b", 4, 1, [[6]], admitted=admission("b", [[0, 5]], token_ids=[*TOKENS, 9]))
+    plan.request_ids.append("a")
+    plan.num_tokens.append(1)
+    plan.num_computed_tokens.append(4)
+    plan.new_block_ids.append([[5]])
+    plan.draft_token_ids.append([])
+    plan.samples.append(True)
+    with pytest.raises(BrokenInvariant, match="isolation: b reads state 5, which a writes"):
+        small.run(plan)
+
+
+def test_a_kept_state_has_the_hash_of_its_tokens():
+    config = CacheConfig(4, STATE_KINDS, num_state_slots=2)
+    cache = KVCache(config, max_model_len=32, max_in_flight_tokens=32)
+    slots = cache.pools[1]
+    key = content_key(bytes(32), 0)
+    slots.register(slots.allocate(1), [key])
+    check_states(cache, config, [{4: (1,)}], {bytes(32): 1})
+    with pytest.raises(BrokenInvariant, match="state 4 is not that of its hash"):
+        check_states(cache, config, [{4: (2,)}], {bytes(32): 1})
+    slots.hold(slots.allocate(1))
+    with pytest.raises(BrokenInvariant, match="state 5 has two users"):
+        check_states(cache, config, [{4: (1,)}], {bytes(32): 1})

@@ -86,7 +86,7 @@ def test_a_prompt_keeps_the_state_after_its_last_whole_block():
 
 def test_states_are_kept_at_every_interval():
     small = StateCache(8, interval=8)
-    assert small.admit(request("a", tokens(30))) == [0, 2, 0, 3, 0, 4, 5, 1]
+    assert small.admit(request("a", tokens(30))) == [0, 5, 0, 4, 0, 3, 2, 1]
     assert [small.hit_of(tokens(num)) for num in (8, 9, 16, 17, 24, 25, 28, 29)] == [
         0,
         8,
@@ -97,6 +97,29 @@ def test_states_are_kept_at_every_interval():
         24,
         28,
     ]
+
+
+def test_states_are_kept_more_densely_before_the_end_of_a_prompt():
+    small = StateCache(16, interval=1000)
+    small.admit(request("a", tokens(150)))
+    # Every 16 tokens of the last 64, and the last whole block.
+    kept = {small.hit_of(tokens(num)) for num in range(1, 151)}
+    assert kept == {0, 96, 112, 128, 144, 148}
+
+
+def test_where_slots_are_few_the_last_states_of_a_prompt_are_kept():
+    small = StateCache(4, interval=8)
+    small.admit(request("a", tokens(150)))
+    assert {small.hit_of(tokens(num)) for num in range(1, 151)} == {0, 136, 144, 148}
+
+
+def test_a_state_is_kept_where_a_prompt_parts_from_another():
+    small = StateCache(16, interval=1000)
+    head = tokens(200)
+    small.cache.release(_admitted(small, request("a", [*head, *tokens(120, 300)])))
+    assert small.hit_of([*head, 7]) == 0
+    small.cache.release(_admitted(small, request("b", [*head, *tokens(120, 500)])))
+    assert small.hit_of([*head, 7]) == 200
 
 
 def test_chunks_keep_the_same_states_and_go_on_in_their_slot():
