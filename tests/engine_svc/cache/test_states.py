@@ -176,6 +176,22 @@ def test_where_no_slot_is_free_a_request_goes_on_in_its_own():
     assert small.hit_of([*tokens(10), *[7] * 30]) == 24
 
 
+def test_a_request_does_not_go_on_in_a_slot_that_another_one_reads():
+    small = StateCache(3)
+    first = request("a", tokens(12))
+    small.admit(first, 12)
+    small.compute(first, 4)
+    text = [*tokens(12), *[7] * 4]
+    second = _admitted(small, request("b", [*text, 1]))
+    assert tables_of(second)[1][3] == tables_of(first)[1][-1]
+    third = _admitted(small, request("c", [900]))
+    first.token_ids.append(7)
+    assert small.cache.grow(first, 1) is None
+    small.cache.release(third)
+    assert small.cache.grow(first, 1) is not None
+    assert small.hit_of([*text, 1]) == 16
+
+
 def test_a_hit_reads_the_kept_slot_and_writes_another():
     small = StateCache(8)
     small.cache.release(_admitted(small, request("a", tokens(10))))
