@@ -23,11 +23,12 @@ from triptych_kernels.ops import (
 )
 from triptych_kernels.quantized import JoinedWeight, QuantizedWeight, Weight, as_tensor, join_rows
 from triptych_kernels.reference import REFERENCE, uniform_noise
+from triptych_kernels.state_batch import StateBatch
 
 __all__ = [
     "LARGE_PAGE_BYTES", "REFERENCE", "AttentionBatch", "DenseLayer", "Experts", "FusedLayers", "JoinedWeight",
     "LayerLowRank", "Linear", "LowRank", "LowRankMatrices", "Ops", "PackLinear", "PackedParts", "Penalised",
-    "QuantizedWeight", "Weight", "as_tensor", "join_rows", "ops_for", "own_panels", "populate",
+    "QuantizedWeight", "StateBatch", "Weight", "as_tensor", "join_rows", "ops_for", "own_panels", "populate",
     "prefer_large_pages", "prefer_small_pages", "set_num_threads", "uniform_noise",
 ]  # fmt: skip
 

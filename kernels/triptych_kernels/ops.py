@@ -11,6 +11,7 @@ from torch import Tensor
 
 from triptych_kernels.attention_batch import AttentionBatch
 from triptych_kernels.quantized import ExpertWeights, Weight
+from triptych_kernels.state_batch import StateBatch
 
 
 class Linear(Protocol):
@@ -283,6 +284,9 @@ class Ops:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     rotary_kv_write: Callable[..., None]
+    causal_conv: Callable[..., Tensor]
+    ssd_scan: Callable[..., Tensor]
+    gated_delta_rule: Callable[..., Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
     greedy_linear: Callable[[Linear, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -308,5 +312,5 @@ class Ops:
 __all__ = [
     "AttentionBatch", "DenseLayer", "Experts", "FusedLayers", "LayerCache", "LayerLowRank", "Linear",
     "LowRank", "LowRankMatrices", "MakeLowRank", "Ops", "PackExperts", "PackLinear", "PackedParts",
-    "Penalised",
+    "Penalised", "StateBatch",
 ]  # fmt: skip

@@ -3,7 +3,8 @@
     python -m benchmarks kernels --device cpu --json kernels.json
 
 On a GPU the ops are Triton kernels and the shapes those of Llama-3.1-8B, with as many and as large experts as
-Qwen3-30B-A3B has; on a CPU they are the native kernels where those were built, at the shapes of SmolLM2-135M.
+Qwen3-30B-A3B has, and states as large as Qwen3-Next's; on a CPU they are the native kernels where those were
+built, at the shapes of SmolLM2-135M, with the states of a model of that size.
 Times are medians of one call, on a GPU with cold caches. A rate is of the bytes or operations that cannot be
 avoided. Ratios above 1 mean that ours is faster.
 """
@@ -22,12 +23,13 @@ from triptych_kernels import REFERENCE, Ops, ops_for
 
 GPU_SHAPE = DecoderShape(
     hidden_size=4096, intermediate_size=14_336, num_heads=32, num_kv_heads=8, head_dim=128,
-    vocab_size=128_256, num_experts=128, num_chosen=8, expert_size=768, num_rows=(1, 32, 256), context=1024,
-    prompt=4096
+    vocab_size=128_256, num_experts=128, num_chosen=8, expert_size=768, num_state_heads=32, state_size=128,
+    num_rows=(1, 32, 256), context=1024, prompt=4096,
 )  # fmt: skip
 CPU_SHAPE = DecoderShape(
     hidden_size=576, intermediate_size=1536, num_heads=9, num_kv_heads=3, head_dim=64, vocab_size=49_152,
-    num_experts=8, num_chosen=2, expert_size=384, num_rows=(1, 8, 32), context=512, prompt=256
+    num_experts=8, num_chosen=2, expert_size=384, num_state_heads=16, state_size=128, num_rows=(1, 8, 32),
+    context=512, prompt=256,
 )  # fmt: skip
 
 

@@ -12,11 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from triptych_kernels import AttentionBatch, DenseLayer, Ops, Penalised, QuantizedWeight, uniform_noise
+from triptych_kernels import (
+    AttentionBatch,
+    DenseLayer,
+    Ops,
+    Penalised,
+    QuantizedWeight,
+    StateBatch,
+    uniform_noise,
+)
 
 _BLOCK_SIZE = 16
 _LOW_RANK = 16
 _NUM_SLOTS = 4
+_CONV_WIDTH = 4
 # Of quantized weights: bits, inputs of a group, and whether groups have minima.
 _CODES = {
     "4-bit": (4, 32, False),
@@ -39,6 +48,8 @@ class DecoderShape:
     num_experts: int
     num_chosen: int
     expert_size: int
+    num_state_heads: int  # of layers with states of [state_size, state_size] a head
+    state_size: int
     num_rows: tuple[int, ...]  # of decode steps
     context: int
     prompt: int
@@ -77,6 +88,7 @@ class CaseMaker:
             yield self._experts(num_rows)
             yield from self._elementwise(num_rows)
             yield self._decode(num_rows)
+            yield from self._states([1] * num_rows)
             yield self._decoder_layer(num_rows)
             yield from self._head(num_rows)
             yield from self._sampling(num_rows)
@@ -86,6 +98,7 @@ class CaseMaker:
         yield self._experts(shape.prompt)
         yield from self._elementwise(shape.prompt)
         yield self._prefill(shape.prompt)
+        yield from self._states([shape.prompt])
         yield from self._low_rank(shape.prompt)
 
     def _noise(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -309,6 +322,59 @@ class CaseMaker:
         batch = AttentionBatch.of(order.view(num_rows, -1).int(), query_lengths, total_lengths, _BLOCK_SIZE)
         query = self._noise(sum(query_lengths), shape.num_heads, shape.head_dim)
         return query, self._noise(*size), self._noise(*size), batch
+
+    def _states(self, lengths: list[int]) -> Iterator[KernelCase]:
+        """Rows that go on from states in slots of their own."""
+        heads, size = self._shape.num_state_heads, self._shape.state_size
+        num_rows, num_tokens = len(lengths), sum(lengths)
+        slots = list(range(num_rows))
+        totals = [length + self._shape.context for length in lengths]
+        batch = StateBatch.of(lengths, totals, slots, slots, device=self._device)
+        label = f"{num_rows} rows" if num_tokens == num_rows else f"prefill {num_tokens}"
+        channels = 3 * heads * size
+        x, weight = self._noise(num_tokens, channels), self._wide(_CONV_WIDTH, channels)
+        kept = self._wide(num_rows, _CONV_WIDTH - 1, channels)
+        yield KernelCase(
+            "causal_conv",
+            f"{label} x {channels}",
+            lambda ops: lambda: ops.causal_conv(x, weight, None, kept, batch, silu=True),
+            None,
+            2 * (x.nbytes + kept.nbytes) + weight.nbytes,
+        )
+        states = self._wide(num_rows, heads, size, size)
+        rates, biases = -self._wide(heads).abs(), self._wide(heads)
+        values, (steps, betas) = self._noise(num_tokens, heads, size), self._noise(2, num_tokens, heads)
+        keys, queries = (self._noise(num_tokens, max(1, heads // 2), size) for _ in range(2))
+        inputs = 2 * values.nbytes + keys.nbytes + queries.nbytes
+        # Products and sums of each number of a state: decay, addition, and what keys and queries find.
+        operations = 0 if num_tokens == num_rows else num_tokens * heads * size * size
+        yield KernelCase(
+            "ssd_scan",
+            f"{label} x {heads} x {size} x {size}",
+            lambda ops: (
+                lambda: ops.ssd_scan(
+                    values, steps, keys, queries, states, batch, A=rates, D=None, dt_bias=biases
+                )
+            ),
+            None,
+            2 * states.nbytes + inputs,
+            5 * operations,
+        )
+        yield KernelCase(
+            "gated_delta_rule",
+            f"{label} x {heads} x {size} x {size}",
+            lambda ops: (
+                lambda: ops.gated_delta_rule(
+                    queries, keys, values, steps, betas, states, batch, A=rates, dt_bias=biases
+                )
+            ),
+            None,
+            2 * states.nbytes + inputs,
+            7 * operations,
+        )
+
+    def _wide(self, *size: int) -> Tensor:
+        return self._noise(*size, dtype=torch.float32)
 
     def _sampling(self, num_rows: int) -> Iterator[KernelCase]:
         vocab_size, device = self._shape.vocab_size, self._device

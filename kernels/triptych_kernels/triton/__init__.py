@@ -8,7 +8,10 @@ from __future__ import annotations
 import functools
 
 from triptych_kernels.ops import Ops
+from triptych_kernels.reference.causal_conv import causal_conv
+from triptych_kernels.reference.gated_delta_rule import gated_delta_rule
 from triptych_kernels.reference.low_rank import pack_low_rank
+from triptych_kernels.reference.ssd_scan import ssd_scan
 from triptych_kernels.triton.activation import silu_and_mul
 from triptych_kernels.triton.fused_moe import pack_experts
 from triptych_kernels.triton.kv_write import kv_write
@@ -46,6 +49,9 @@ def triton_ops(*, deterministic: bool = False) -> Ops:
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         rotary_kv_write=rotary_kv_write,
+        causal_conv=causal_conv,
+        ssd_scan=ssd_scan,
+        gated_delta_rule=gated_delta_rule,
         silu_and_mul=silu_and_mul,
         greedy=greedy,
         greedy_linear=greedy_linear,

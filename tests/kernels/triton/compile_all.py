@@ -21,7 +21,8 @@ from triptych_kernels.triton import triton_ops
 _CPU = torch.device("cpu")
 _SHAPE = DecoderShape(
     hidden_size=256, intermediate_size=384, num_heads=8, num_kv_heads=2, head_dim=128, vocab_size=10_000,
-    num_experts=8, num_chosen=2, expert_size=64, num_rows=(1, 40), context=1100, prompt=700,
+    num_experts=8, num_chosen=2, expert_size=64, num_state_heads=4, state_size=128, num_rows=(1, 40),
+    context=1100, prompt=700,
 )  # fmt: skip
 
 
