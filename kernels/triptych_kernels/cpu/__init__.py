@@ -33,6 +33,7 @@ def native_ops(widest: str = "amx") -> Ops | None:
         low_rank,
         parts,
         penalties,
+        states,
         token_mask,
     )
 
@@ -53,6 +54,9 @@ def native_ops(widest: str = "amx") -> Ops | None:
         rms_norm=functools.partial(elementwise.rms_norm, isa),
         add_rms_norm=functools.partial(elementwise.add_rms_norm, isa),
         rotary_kv_write=functools.partial(elementwise.rotary_kv_write, isa),
+        causal_conv=functools.partial(states.causal_conv, isa),
+        ssd_scan=functools.partial(states.ssd_scan, isa),
+        gated_delta_rule=functools.partial(states.gated_delta_rule, isa),
         silu_and_mul=functools.partial(elementwise.silu_and_mul, isa),
         greedy=functools.partial(elementwise.greedy, isa),
         greedy_linear=linear.greedy_linear,

@@ -21,6 +21,7 @@ extern PyMethodDef linear_avx512_methods[], linear_avx2_methods[];
 extern PyMethodDef experts_avx512_methods[], experts_avx2_methods[];
 extern PyMethodDef attention_avx512_methods[], attention_avx2_methods[];
 extern PyMethodDef elementwise_avx512_methods[], elementwise_avx2_methods[];
+extern PyMethodDef states_avx512_methods[], states_avx2_methods[];
 extern PyMethodDef penalties_methods[], program_methods[], token_mask_methods[];
 extern const triptych::Kernel* const linear_avx512_kernels[];
 extern const triptych::Kernel* const linear_avx2_kernels[];
@@ -30,6 +31,8 @@ extern const triptych::Kernel* const attention_avx512_kernels[];
 extern const triptych::Kernel* const attention_avx2_kernels[];
 extern const triptych::Kernel* const elementwise_avx512_kernels[];
 extern const triptych::Kernel* const elementwise_avx2_kernels[];
+extern const triptych::Kernel* const states_avx512_kernels[];
+extern const triptych::Kernel* const states_avx2_kernels[];
 
 namespace triptych {
 namespace {
@@ -85,17 +88,21 @@ struct Kernels {
     const char *name, *full_name;
     long panel_columns;
     bool (*can_run)();
-    PyMethodDef* methods[4];
-    const Kernel* const* kernels[4];
+    PyMethodDef* methods[5];
+    const Kernel* const* kernels[5];
 };
 
 const Kernels kKernels[] = {
     {"avx512", "triptych_kernels.cpu._native.avx512", 32, has_avx512,
-     {linear_avx512_methods, experts_avx512_methods, attention_avx512_methods, elementwise_avx512_methods},
-     {linear_avx512_kernels, experts_avx512_kernels, attention_avx512_kernels, elementwise_avx512_kernels}},
+     {linear_avx512_methods, experts_avx512_methods, attention_avx512_methods, elementwise_avx512_methods,
+      states_avx512_methods},
+     {linear_avx512_kernels, experts_avx512_kernels, attention_avx512_kernels, elementwise_avx512_kernels,
+      states_avx512_kernels}},
     {"avx2", "triptych_kernels.cpu._native.avx2", 16, has_avx2,
-     {linear_avx2_methods, experts_avx2_methods, attention_avx2_methods, elementwise_avx2_methods},
-     {linear_avx2_kernels, experts_avx2_kernels, attention_avx2_kernels, elementwise_avx2_kernels}},
+     {linear_avx2_methods, experts_avx2_methods, attention_avx2_methods, elementwise_avx2_methods,
+      states_avx2_methods},
+     {linear_avx2_kernels, experts_avx2_kernels, attention_avx2_kernels, elementwise_avx2_kernels,
+      states_avx2_kernels}},
 };
 
 PyObject* supports(PyObject*, PyObject* argument) {

@@ -49,7 +49,8 @@ enum ScratchSlot : int {
     kScratchAddend = 7,        // their result for a task's columns
     kScratchOrderedRows = 8,   // rows, their inputs in the order of a weight's groups; read by all threads of a call
     kScratchSums = 9,          // a task's sums, to which its additions are added
-    kNumScratchSlots = 10,
+    kScratchStates = 10,       // for states.cpp
+    kNumScratchSlots = 11,
 };
 
 }  // namespace triptych

@@ -1,4 +1,4 @@
-// Sixteen floats at a time: exp, tanh, and loads and stores of bf16 and fp32 rows.
+// Sixteen floats at a time: exp, log, tanh, and loads and stores of bf16 and fp32 rows.
 //
 // Products and sums that must round separately use `mul`, which no compiler fuses with an addition: a result must not
 // depend on which of two inlined copies of a loop was contracted. Include isa.h before. Knows no tensors.
@@ -42,6 +42,26 @@ inline Floats coarse_exp16(Floats x) {
     y = fmadd(y, f, splat(2.402409864e-1f));
     y = fmadd(y, f, splat(6.931241932e-1f));
     return scale_from(splat(-150.0f), t, fmadd(y, f, splat(1.0f)), n);
+}
+
+// ln(1 + x) for x from 0 to 1, to about one unit in the last place; NaN stays NaN.
+// Source: Cephes logf (Moshier), with the logarithm of (1 + x) / 2 where 1 + x is above the root of 2.
+inline Floats log1p16(Floats x) {
+    const Floats border = splat(0.41421356f), half = mul(sub(x, splat(1.0f)), splat(0.5f));
+    const Floats r = where_at_least(x, border, half, x), z = mul(r, r);
+    Floats y = fmadd(r, splat(7.0376836292e-2f), splat(-1.1514610310e-1f));
+    y = fmadd(y, r, splat(1.1676998740e-1f));
+    y = fmadd(y, r, splat(-1.2420140846e-1f));
+    y = fmadd(y, r, splat(1.4249322787e-1f));
+    y = fmadd(y, r, splat(-1.6668057665e-1f));
+    y = fmadd(y, r, splat(2.0000714765e-1f));
+    y = fmadd(y, r, splat(-2.4999993993e-1f));
+    y = fmadd(y, r, splat(3.3333331174e-1f));
+    y = mul(mul(y, r), z);
+    const Floats scale = where_at_least(x, border, splat(1.0f), zeros());
+    y = fmadd(scale, splat(-2.12194440e-4f), y);
+    y = fnmadd(splat(0.5f), z, y);
+    return fmadd(scale, splat(0.693359375f), add(r, y));
 }
 
 // tanh(x). Source: Cephes tanhf (Moshier): a polynomial below 0.625, 1 - 2 / (e^2|x| + 1) above.
