@@ -183,6 +183,16 @@ class CoreConfig(SecurityOptions):
         "allocates as it is used)",
     )
     num_kv_blocks: int | None = option(None, help="number of KV blocks, regardless of their size")
+    state_cache_memory: int | None = option(
+        None,
+        size=True,
+        help="bytes for states of recurrent layers, of running requests and kept ones (default: what "
+        "--max-num-seqs needs, and a share of free memory)",
+    )
+    state_interval: int = option(
+        512,
+        help="tokens after which the prefix cache keeps a further state of recurrent layers",
+    )
     gpu_memory_utilization: float = option(
         0.9, help="share of a GPU's memory that the engine uses, KV cache included"
     )
@@ -306,13 +316,14 @@ class CoreConfig(SecurityOptions):
         check_service_ports(self)
         for name in (
             "max_num_seqs", "max_num_batched_tokens", "block_size", "data_parallel_size", "steps_in_flight",
-            "tensor_parallel_size", "pipeline_parallel_size",
+            "tensor_parallel_size", "pipeline_parallel_size", "state_interval",
         ):  # fmt: skip
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name, maximum in (("max_num_seqs", _MAX_NUM_SEQS), ("steps_in_flight", _MAX_STEPS_IN_FLIGHT)):
             require(getattr(self, name) <= maximum, name, getattr(self, name), f"at most {maximum}")
         for name, minimum in (
             ("num_threads", 1), ("max_model_len", 2), ("kv_cache_memory", 1), ("num_kv_blocks", 1),
+            ("state_cache_memory", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             require(value is None or value >= minimum, name, value, f"at least {minimum}")

@@ -256,8 +256,9 @@ def _put_together(
     cache_config = CacheConfig(
         # The cache reserves one block as a placeholder.
         num_blocks=side.num_kv_blocks + 1,
-        groups=tuple(_attention_kind(config.block_size, window) for window in side.windows),
+        groups=layer_kinds(config, side.windows, side.num_state_slots),
         enable_prefix_caching=config.enable_prefix_caching,
+        num_state_slots=side.num_state_slots,
         fingerprint=bytes.fromhex(facts.fingerprint.digest),
     )
     kv_event_log = served.kv_event_log
@@ -427,8 +428,14 @@ def _chunk_ends(scheduler: SchedulerConfig, cache: CacheConfig) -> list[Budget]:
     return [ChunkEnds(math.lcm(*sizes), scheduler.max_num_batched_tokens)] if sizes else []
 
 
-def _attention_kind(block_size: int, window: int | None) -> AttentionKind:
-    return FullAttention(block_size) if window is None else SlidingWindow(block_size, window)
+def layer_kinds(
+    config: EngineConfig, windows: Sequence[int | None], num_state_slots: int
+) -> tuple[AttentionKind, ...]:
+    """The groups of layers in the order of plans: attention by its window, then the layers with states."""
+    size = config.block_size
+    attention = [FullAttention(size) if window is None else SlidingWindow(size, window) for window in windows]
+    interval = -(-config.state_interval // size) * size
+    return (*attention, KeptState(size, interval)) if num_state_slots else tuple(attention)
 
 
 def _describe(config: EngineConfig, artifacts: tuple[Artifact, ...], side: RunnerSide) -> EngineFacts:

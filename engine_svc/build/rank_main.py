@@ -138,7 +138,10 @@ def _load(rank: _Rank, parallel: ProcessParallel) -> RankLoop:
     sizes: dict[str, Any] = rank.connection.receive()["sizes"]  # type: ignore[assignment]  # Set by the engine.
     loaded = _with_groups(loaded, sizes)
     sizing = KVSizing(
-        sizes["num_kv_blocks"], rank.config.block_size, bytes_per_block(loaded.facts, rank.config.block_size)
+        sizes["num_kv_blocks"],
+        rank.config.block_size,
+        bytes_per_block(loaded.facts, rank.config.block_size),
+        sizes["num_state_slots"],
     )
     runner = make_runner(
         rank.config,

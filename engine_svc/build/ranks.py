@@ -75,7 +75,7 @@ def build_ranks(
     loaded_messages = starting.loaded()
     try:
         parts = _with_stage_groups(positions, [_part(message) for message in loaded_messages])
-        max_model_len, num_kv_blocks = _size(config, parts)
+        max_model_len, num_kv_blocks, num_state_slots = _size(config, parts)
     except Exception:
         starting.give_up()
         raise
@@ -84,6 +84,7 @@ def build_ranks(
         {
             "max_model_len": max_model_len,
             "num_kv_blocks": num_kv_blocks,
+            "num_state_slots": num_state_slots,
             "kv_shapes": [asdict(shape) for shape in shapes],
             "first_layer": _first_layer(position, positions, parts),
         }
@@ -109,6 +110,7 @@ def build_ranks(
         windows=tuple(group.window for group in model.groups),
         max_model_len=max_model_len,
         num_kv_blocks=num_kv_blocks,
+        num_state_slots=num_state_slots,
         steps_in_flight=max(config.steps_in_flight, config.pipeline_parallel_size),
         # Sums over tensor-parallel ranks round differently from those of one; pipeline stages change nothing.
         kernel_mode=f"{parts[0].kernel_mode}-tp{config.tensor_parallel_size}"
@@ -200,8 +202,8 @@ def _with_stage_groups(positions: list[RankPosition], parts: list[_Part]) -> lis
     return grouped
 
 
-def _size(config: EngineConfig, parts: list[_Part]) -> tuple[int, int]:
-    """Maximum model length, and the number of blocks that every rank has room for."""
+def _size(config: EngineConfig, parts: list[_Part]) -> tuple[int, int, int]:
+    """Maximum model length, and the numbers of blocks and of state slots that every rank has room for."""
     in_flight = max(config.steps_in_flight, config.pipeline_parallel_size)
     config = replace(config, steps_in_flight=in_flight)
     if parts[0].device == "cpu":
@@ -209,12 +211,15 @@ def _size(config: EngineConfig, parts: list[_Part]) -> tuple[int, int]:
         parts = [_with_share(part, len(parts)) for part in parts]
         if config.kv_cache_memory is not None:
             config = replace(config, kv_cache_memory=config.kv_cache_memory // len(parts))
+        if config.state_cache_memory is not None:
+            config = replace(config, state_cache_memory=config.state_cache_memory // len(parts))
     lengths = [size_cache(config, part.facts, part.free)[0] for part in parts]
     config = replace(config, max_model_len=min(lengths))
     sizings = [size_cache(config, part.facts, part.free)[1] for part in parts]
     if config.num_kv_blocks is None and config.kv_cache_memory is not None:
         warn_if_cut(config.kv_cache_memory * len(parts), sizings)
-    return min(lengths), min(sizing.num_blocks for sizing in sizings)
+    num_blocks = min(sizing.num_blocks for sizing in sizings)
+    return min(lengths), num_blocks, min(sizing.num_state_slots for sizing in sizings)
 
 
 def _with_share(part: _Part, num_ranks: int) -> _Part:

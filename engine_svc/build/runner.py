@@ -33,7 +33,9 @@ from engine_svc.runner.memory.kv_sizing import (
     KVCacheOptions,
     fit_max_model_len,
     size_kv_cache,
+    size_states,
     warn_if_cut,
+    without_states,
 )
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, OnFailed, RunnerConfig
@@ -62,6 +64,7 @@ class RunnerSide:
     windows: tuple[int | None, ...]  # per group of layers
     max_model_len: int
     num_kv_blocks: int
+    num_state_slots: int
     steps_in_flight: int
     kernel_mode: str
     lockstep: LockstepSide | None = None  # if this engine holds a shard of the experts
@@ -114,6 +117,7 @@ def build_runner(
         windows=tuple(group.window for group in loaded.facts.groups),
         max_model_len=max_model_len,
         num_kv_blocks=sizing.num_blocks,
+        num_state_slots=sizing.num_state_slots,
         steps_in_flight=config.steps_in_flight,
         # The number of engines that share the experts is left out, although sums over them differ in their
         # last bits: a request may continue on another engine of a group that has shrunk.
@@ -171,7 +175,7 @@ def make_runner(
 
     samples: False for an early stage of a pipeline.
     """
-    sizing = KVSizing(sizing.num_blocks + 1, sizing.block_size, sizing.bytes_per_block)
+    sizing = replace(sizing, num_blocks=sizing.num_blocks + 1)
     facts, ops = loaded.facts, loaded.ops
     # A configured cache size is allocated at once.
     is_stated = config.kv_cache_memory is not None and config.num_kv_blocks is None
@@ -237,7 +241,7 @@ def _graphs(
 
 
 def size_cache(config: EngineConfig, facts: ModelFacts, free: FreeMemory) -> tuple[int, KVSizing]:
-    """Maximum model length and KV cache size. A length that is not configured is reduced to what fits."""
+    """Maximum model length and cache size. A length that is not configured is reduced to what fits."""
     if config.max_model_len is not None and config.max_model_len > facts.max_position:
         raise ConfigError(f"--max-model-len is {config.max_model_len}, the model takes {facts.max_position}")
     kv_options = KVCacheOptions(
@@ -246,9 +250,14 @@ def size_cache(config: EngineConfig, facts: ModelFacts, free: FreeMemory) -> tup
         max_num_batched_tokens=config.max_num_batched_tokens * config.steps_in_flight,
         kv_cache_memory=config.kv_cache_memory,
         num_kv_blocks=config.num_kv_blocks,
+        state_cache_memory=config.state_cache_memory,
+        keeps_states=config.enable_prefix_caching,
     )
+    num_slots = size_states(facts, kv_options, free)
+    free = without_states(facts, free, num_slots)
     max_model_len = config.max_model_len or fit_max_model_len(facts, kv_options, free)
-    return max_model_len, size_kv_cache(facts, kv_options, max_model_len=max_model_len, free=free)
+    sizing = size_kv_cache(facts, kv_options, max_model_len=max_model_len, free=free)
+    return max_model_len, replace(sizing, num_state_slots=num_slots)
 
 
 def free_memory(config: EngineConfig, loaded: LoadedModel, reserved: int = 0) -> FreeMemory:

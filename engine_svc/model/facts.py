@@ -18,6 +18,13 @@ class KVShape:
 
 
 @dataclass(frozen=True, slots=True)
+class StateShape:
+    """What a recurrent layer keeps of a sequence, in fp32: the shapes of its parts."""
+
+    parts: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Layers that share block tables, because they read the same tokens."""
 
@@ -77,6 +84,7 @@ class ModelFacts:
     # Layers that choose experts, and how many they choose for a token; (0, 0) of a forward that does not say
     # which.
     expert_choices: tuple[int, int] = (0, 0)
+    state_shapes: tuple[StateShape, ...] = ()  # of recurrent layers, in the order of a forward
     # Only for a pipeline stage: the groups of the whole model, each with the layers of this stage.
     stage_groups: tuple[LayerGroup, ...] | None = None
 

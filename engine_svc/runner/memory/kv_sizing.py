@@ -1,4 +1,4 @@
-"""Chooses the number of blocks of the KV cache, from the configuration or from free memory."""
+"""Chooses the numbers of blocks and of state slots, from the configuration or from free memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from engine_svc.runner.memory.kv_tensors import (
     bytes_per_block,
     max_blocks_per_request,
 )
+from engine_svc.runner.memory.state_tensors import bytes_per_slot
 
 logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
+# Without a configured size: the share of free memory for kept states, and how many of them for each row.
+_KEPT_SHARE, _MAX_KEPT_PER_ROW = 0.25, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,43 @@ class KVCacheOptions:
     max_num_batched_tokens: int  # of all steps in flight
     kv_cache_memory: int | None = None
     num_kv_blocks: int | None = None
+    state_cache_memory: int | None = None
+    keeps_states: bool = True
+
+
+def size_states(facts: ModelFacts, options: KVCacheOptions, free: FreeMemory) -> int:
+    """Choose the number of state slots: as configured, or those that rows need and some for kept states.
+
+    0 for a model without states. Raises KVCapacityError if the rows do not have what they need.
+    """
+    if not facts.state_shapes:
+        return 0
+    size = bytes_per_slot(facts.state_shapes)
+    # A request that goes on from a kept state reads its slot and writes another.
+    needed = options.max_num_seqs + 1
+    if options.state_cache_memory is None:
+        source = f"{free.how} hold {free.num_bytes // size} states"
+        fitting = free.num_bytes // size
+        num_kept = min(int(free.num_bytes * _KEPT_SHARE) // size, _MAX_KEPT_PER_ROW * options.max_num_seqs)
+        num_slots = needed + (num_kept if options.keeps_states else 0)
+    else:
+        fitting = num_slots = options.state_cache_memory // size
+        source = f"state_cache_memory of {options.state_cache_memory} bytes holds {fitting} states"
+    if fitting < needed:
+        raise KVCapacityError(
+            f"max_num_seqs of {options.max_num_seqs} needs {needed} states of {size} bytes, {needed * size} "
+            f"bytes, but {source}; lower max_num_seqs or give states more memory"
+        )
+    return min(num_slots, fitting)
+
+
+def without_states(facts: ModelFacts, free: FreeMemory, num_slots: int) -> FreeMemory:
+    """The memory that is left for blocks beside the states."""
+    if not num_slots:
+        return free
+    num_bytes = num_slots * bytes_per_slot(facts.state_shapes)
+    how = f"{free.how}, less {num_bytes // _MIB} MiB for states,"
+    return FreeMemory(max(0, free.num_bytes - num_bytes), how)
 
 
 def size_kv_cache(

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine_svc.model.context import LayerCache
 from engine_svc.model.facts import KVShape, LayerGroup, ModelFacts
 from engine_svc.runner.memory.prefault import Prefault, run_beside
+from engine_svc.runner.memory.state_tensors import StateTensors, bytes_per_slot
 from engine_svc.runner.sampling.transfer import to_device
 
 logger = logging.getLogger(__name__)
@@ -34,10 +35,11 @@ class KVSizing:
     num_blocks: int
     block_size: int
     bytes_per_block: int
+    num_state_slots: int = 0  # beside the blocks
 
     @property
     def total_bytes(self) -> int:
-        """The size of the tensors, once every block has been used."""
+        """The size of the tensors of blocks, once every block has been used."""
         return self.num_blocks * self.bytes_per_block
 
 
@@ -111,6 +113,13 @@ class KVTensors:
         self._values = {
             shape: self._stack(shape, count, shape.value_dim, dtype) for shape, count in counts.items()
         }
+        try:
+            self.states = StateTensors(facts.state_shapes, sizing.num_state_slots, self.device)
+        except RuntimeError as error:
+            num_bytes = sizing.num_state_slots * bytes_per_slot(facts.state_shapes)
+            raise KVCapacityError(
+                f"{num_bytes / _MIB:.0f} MiB for states cannot be allocated; lower state_cache_memory"
+            ) from error
         group_of = {layer: index for index, group in enumerate(facts.groups) for layer in group.layers}
         self.layers: list[LayerCache] = []
         for layer, index in enumerate(index_of):
@@ -120,12 +129,17 @@ class KVTensors:
             )
         self._prefault: Prefault | None = None
         if self.device.type == "cpu" and self.layers:
-            self._prefault = Prefault(self.stacks, run_beside, at_once=at_once)
+            self._prefault = Prefault(self._block_stacks, run_beside, at_once=at_once)
             self._prefault.restart()
 
     @property
     def stacks(self) -> list[Tensor]:
-        """All of the memory, as tensors [layers, B, G, S, D or E]."""
+        """All of the memory."""
+        return [*self._block_stacks, *self.states.stacks]
+
+    @property
+    def _block_stacks(self) -> list[Tensor]:
+        """The memory of blocks, as tensors [layers, B, G, S, D or E]."""
         return [*self._keys.values(), *self._values.values()]
 
     def renew(self) -> None:
@@ -142,7 +156,7 @@ class KVTensors:
         """Zero blocks that enter a block table without KV, as their last owner may have left NaN."""
         if block_ids:
             indices = to_device(np.array(block_ids, dtype=np.int64), self.device)
-            for stack in self.stacks:
+            for stack in self._block_stacks:
                 stack.index_fill_(1, indices, 0)
 
     def _stack(self, shape: KVShape, count: int, dim: int, dtype: torch.dtype) -> Tensor:

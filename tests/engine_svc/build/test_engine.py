@@ -19,8 +19,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import triptych_cli.tiny_model
 from engine_svc.admin.served_engine import LoadedCore
-from engine_svc.build.engine import build_engine, build_memberships, build_served_engine
+from engine_svc.build.engine import (
+    build_core,
+    build_engine,
+    build_memberships,
+    build_served_engine,
+    layer_kinds,
+)
+from engine_svc.cache.attention import AlignedState, FullAttention, KeptState, SlidingWindow
 from engine_svc.cache.block_hash import BlockHasher
+from engine_svc.cache.config import CacheConfig
 from engine_svc.config import EngineConfig
 from engine_svc.core.extras import Extra
 from engine_svc.core.facts import LoadProgress
@@ -29,6 +37,7 @@ from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.loop.engine import Engine
 from engine_svc.loop.mailbox import Add, Stop
 from engine_svc.membership.departure import Departure
+from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.session.servicer import EngineCoreServicer
 from tests.engine_svc.loop.frontend import Frontend
 from tests.engine_svc.model.loading.quantized_weights import gptq, write_folder
@@ -349,3 +358,29 @@ def test_a_dense_model_steps_alone_whatever_its_engine_is_one_of(llama, expert_p
     built = Built(config)
     assert built.core.lockstep is None
     assert not build_served_engine(config).shares_experts
+
+
+def test_layers_with_states_are_the_last_group_and_keep_them_by_whole_blocks():
+    config = EngineConfig(model="folder", block_size=24, state_interval=100)
+    assert layer_kinds(config, (None, 8), 0) == (FullAttention(24), SlidingWindow(24, 8))
+    assert layer_kinds(config, (None,), 5) == (FullAttention(24), KeptState(24, 120))
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "num_slots", "why"),
+    [
+        (2, 9, "drafts are not served for a model whose layers have states"),
+        (0, 4, "memory for states holds 4, max_num_seqs of 4 needs 5"),
+    ],
+)
+def test_what_does_not_go_with_states_is_refused(num_drafts: int, num_slots: int, why: str):
+    scheduler = SchedulerConfig(max_model_len=64, max_num_seqs=4, num_speculative_tokens=num_drafts)
+    cache = CacheConfig(10, (FullAttention(4), KeptState(4, 8)), num_state_slots=num_slots)
+    with pytest.raises(ValueError, match=why):
+        build_core(scheduler, cache)
+
+
+def test_states_that_are_written_at_ends_of_steps_need_chunks():
+    scheduler = SchedulerConfig(max_model_len=64, max_num_batched_tokens=64, enable_chunked_prefill=False)
+    with pytest.raises(ValueError, match="prompts must be computed in chunks"):
+        build_core(scheduler, CacheConfig(40, (AlignedState(4),)))

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from engine_svc.model.facts import KVShape, ModelFacts
+from engine_svc.model.facts import KVShape, ModelFacts, StateShape
 from engine_svc.runner.memory.free_memory import free_host_memory
 from engine_svc.runner.memory.kv_sizing import (
     FreeMemory,
     KVCacheOptions,
     fit_max_model_len,
     size_kv_cache,
+    size_states,
     warn_if_cut,
+    without_states,
 )
 from engine_svc.runner.memory.kv_tensors import (
     KVCapacityError,
@@ -249,3 +252,60 @@ def test_a_model_without_kv_has_one_block_without_memory():
     sizing = size(facts, free=FreeMemory(0, "nothing"))
     assert (sizing.num_blocks, sizing.total_bytes) == (1, 0)
     assert KVTensors(facts, sizing).layers == []
+
+
+# 2 layers, each with 6 + 8 values of 4 bytes.
+STATES = (StateShape(((2, 3), (8,))), StateShape(((2, 3), (8,))))
+BYTES_PER_STATE = 2 * 14 * 4
+
+
+def slots(free: int = 1 << 20, **options: Any) -> int:
+    facts = replace(facts_of(), state_shapes=STATES)
+    return size_states(facts, options_of(**options), FreeMemory(free, "25% of 4 MiB free memory"))
+
+
+def test_a_model_without_states_has_no_slots_for_them():
+    assert size_states(facts_of(), options_of(state_cache_memory=1), FREE) == 0
+    assert without_states(facts_of(), FREE, 0) is FREE
+
+
+def test_slots_of_states_are_those_of_rows_and_a_share_of_free_memory():
+    assert slots(100 * BYTES_PER_STATE) == 11 + 25
+    assert slots(100 * BYTES_PER_STATE, keeps_states=False) == 11
+    # Not more than 16 for each row, and not more than there is memory for.
+    assert slots(1 << 30) == 11 + 160
+    assert slots(12 * BYTES_PER_STATE) == 12
+
+
+def test_configured_memory_for_states_is_turned_into_whole_slots():
+    assert slots(state_cache_memory=40 * BYTES_PER_STATE + 5) == 40
+
+
+def test_memory_that_does_not_hold_the_states_of_all_rows_is_refused_with_the_numbers():
+    needs = "max_num_seqs of 10 needs 11 states of 112 bytes, 1232 bytes, but"
+    with pytest.raises(KVCapacityError, match=f"{needs} state_cache_memory of 1231 bytes holds 10 states"):
+        slots(state_cache_memory=1231)
+    with pytest.raises(KVCapacityError, match=f"{needs} 25% of 4 MiB free memory hold 10 states; lower"):
+        slots(1231)
+
+
+def test_blocks_have_the_memory_beside_the_states():
+    facts = replace(facts_of(), state_shapes=STATES)
+    left = without_states(facts, FREE, 1000)
+    assert (left.num_bytes, left.how) == (
+        FREE.num_bytes - 1000 * BYTES_PER_STATE,
+        "25% of 4 MiB free memory, less 0 MiB for states,",
+    )
+
+
+def test_states_are_tensors_of_slots_and_a_part_of_all_memory():
+    facts = replace(facts_of(), state_shapes=STATES)
+    kv = KVTensors(facts, KVSizing(5, 16, 0, num_state_slots=7))
+    shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in kv.states.layers]
+    assert shapes == [[(7, 2, 3), (7, 8)]] * 2
+    assert {tensor.dtype for tensor in kv.states.stacks} == {torch.float32}
+    assert len(kv.stacks) == len(KVTensors(facts_of(), KVSizing(5, 16, 0)).stacks) + 4
+    # Clearing blocks leaves states alone.
+    kv.states.layers[0][1].fill_(3.0)
+    kv.clear([1])
+    assert kv.states.layers[0][1][1, 0] == 3.0
