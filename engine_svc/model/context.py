@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from triptych_kernels import AttentionBatch
+from triptych_kernels import AttentionBatch, StateBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,16 @@ class ForwardContext:
     features; None where none reads them.
     expert_choices: together with `last`, [T, k] int64 of each layer that chooses experts, in order; a forward
     writes them. None where nothing reads them.
+    states: the slots of states that the rows read and write; None for a model without states. state_layers:
+    of each layer with a state its tensors [slots, ...], written, in the order in which a forward runs them.
     low_rank_slots: [T] int64, whose low-rank additions each token gets, -1: none; None: no token has any.
     """
 
     layers: Sequence[LayerCache]
     slot_mappings: Sequence[Tensor]
     attention: Sequence[AttentionBatch]
+    states: StateBatch | None = None
+    state_layers: Sequence[tuple[Tensor, ...]] = ()
     embedded: EmbeddedTokens | None = None
     hidden: HiddenStates | None = None
     last: HiddenStates | None = None
@@ -74,7 +78,8 @@ class ForwardContext:
     def can_be_recorded(self) -> bool:
         """Whether the step reads ids and writes logits alone, as recorded steps do."""
         return (
-            self.embedded is None
+            self.states is None
+            and self.embedded is None
             and self.hidden is None
             and self.last is None
             and self.low_rank_slots is None

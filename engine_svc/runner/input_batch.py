@@ -12,7 +12,8 @@ from torch import Tensor
 
 from engine_svc.core.step import AdmittedRequest, StepPlan
 from engine_svc.runner.sampling.transfer import Ints, to_device
-from triptych_kernels import AttentionBatch
+from engine_svc.runner.state_rows import StateRows
+from triptych_kernels import AttentionBatch, StateBatch
 
 _NO_DRAFT: Ints = np.array([-1], dtype=np.int64)
 
@@ -58,7 +59,7 @@ class StepInputs:
     of the last tokens of rows that sample, with drafts also of those before.  rows: [R], the batch's row of
     each of the plan's rows.  counts, starts: [R], their tokens in the step, and those with KV before it.
     sampling_rows: [N], those that sample, once for each token; sampling_positions: [N], the positions of the
-    tokens to sample.  drafts: None if the step has none.
+    tokens to sample.  drafts: None if the step has none.  states: None for a model without states.
     """
 
     token_ids: Tensor
@@ -72,6 +73,7 @@ class StepInputs:
     sampling_rows: Ints
     sampling_positions: Ints
     drafts: DraftEntries | None = None
+    states: StateBatch | None = None
 
     def with_logits_of(self, more: Sequence[Ints]) -> StepInputs:
         """The same with the logits of further tokens of the step, after those of the rows that sample."""
@@ -167,11 +169,15 @@ class InputBatch:
         max_model_len: int,
         block_size: int,
         num_groups: int = 1,
+        states: StateRows | None = None,
         device: torch.device | None = None,
     ) -> None:
+        """num_groups: of attention.  states: for a model with states, whose group is after these."""
         self.device = device or torch.device("cpu")
         self._block_size = block_size
         self.num_groups = num_groups
+        self._groups = range(num_groups)
+        self._states = states
         self.row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         # A step planned before the end of the longest sequence is known samples one more token. Untouched
@@ -206,12 +212,16 @@ class InputBatch:
     def extend(self, plan: StepPlan) -> list[int]:
         """Append the blocks that the plan's rows gain; returns those that came without KV."""
         fresh: list[int] = []
+        if self._states is not None:
+            self._states.begin_step()
         for index, block_ids in enumerate(plan.new_block_ids):
             if block_ids:
                 row = self.row_of[plan.request_ids[index]]
-                for group, gained in enumerate(block_ids):
-                    if gained:
+                for group in self._groups:
+                    if gained := block_ids[group]:
                         fresh += self._extend(group, row, gained, plan.num_computed_tokens[index])
+                if self._states is not None and block_ids[-1]:
+                    self._states.extend(row, block_ids[-1], plan.num_computed_tokens[index])
         return fresh
 
     def _enter(self, admitted: AdmittedRequest) -> int:
@@ -219,9 +229,12 @@ class InputBatch:
         row = self.row_of[admitted.request_id] = self._free_rows.pop()
         known = np.array(admitted.token_ids, dtype=np.int32)
         self.token_ids[row, : len(admitted.token_ids)] = to_device(known, self.device)
-        for group, block_ids in enumerate(admitted.block_ids):
+        for group in self._groups:
+            block_ids = admitted.block_ids[group]
             self._tables[group, row, : len(block_ids)] = block_ids
             self._num_blocks[group, row] = len(block_ids)
+        if self._states is not None:
+            self._states.enter(row, admitted.block_ids[-1])
         self._changed_rows.add(row)
         return row
 
@@ -266,6 +279,7 @@ class InputBatch:
                 AttentionBatch(table, layout.query_starts, total_lengths, size, layout.max_count, max_total)
                 for table in tables
             ],
+            states=self._state_batch(layout, starts, total_lengths),
             logit_rows=layout.logit_rows,
             rows=layout.rows,
             counts=counts,
@@ -276,6 +290,13 @@ class InputBatch:
             ),
             drafts=drafts,
         )
+
+    def _state_batch(self, layout: _Layout, starts: Ints, total_lengths: Tensor) -> StateBatch | None:
+        if self._states is None:
+            return None
+        slots = self._states.gather(layout.rows, starts, layout.ends)
+        read, write = self._send([slots.read.astype(np.int32), slots.write.astype(np.int32)])
+        return StateBatch(layout.query_starts, total_lengths, read, write, layout.max_count)
 
     def _lay_out(self, plan: StepPlan) -> _Layout:
         num_rows = len(plan.request_ids)

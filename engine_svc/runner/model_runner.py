@@ -25,12 +25,14 @@ from engine_svc.runner.failures import raise_translated
 from engine_svc.runner.feature import FeaturePart, RunnerContext, RunnerFeature, RunnerFeatures
 from engine_svc.runner.input_batch import InputBatch, StepInputs
 from engine_svc.runner.memory.kv_tensors import KVTensors
+from engine_svc.runner.memory.state_tensors import unused_states
 from engine_svc.runner.preparer import OnPrepared, Preparer
 from engine_svc.runner.profiler import Profiler
 from engine_svc.runner.running_step import RunningStep
 from engine_svc.runner.sampler import LogprobsMode, Sampled, Sampler
 from engine_svc.runner.sampling.transfer import to_device
 from engine_svc.runner.sleep import Resident, WeightSource
+from engine_svc.runner.state_rows import StateRows
 from engine_svc.runner.step_costs import StepTimer, measure_costs
 from engine_svc.runner.step_drafts import MakeStepDrafts, NoDrafting
 from engine_svc.runner.warm_up import rows_to_compute, warm_up_sampler
@@ -95,6 +97,7 @@ class ModelRunner:
             max_model_len=config.max_model_len,
             block_size=config.block_size,
             num_groups=len(facts.groups),
+            states=_state_rows(facts, kv, config),
             device=kv.device,
         )
         context = RunnerContext(
@@ -169,7 +172,13 @@ class ModelRunner:
                 plan = drafting.settle(plan, has_drafts=has_drafts)
             inputs = self._batch.gather(plan)
         features = self._features
-        context = ForwardContext(self._kv.layers, inputs.slot_mappings, inputs.attention)
+        context = ForwardContext(
+            self._kv.layers,
+            inputs.slot_mappings,
+            inputs.attention,
+            inputs.states,
+            self._kv.states.layers,
+        )
         if not is_plain:
             context.hidden = drafting.wanted_hidden()
         if features.reads_hidden(inputs.rows):
@@ -268,7 +277,13 @@ class ModelRunner:
         table = torch.zeros(len(counts), -(-total // size), dtype=torch.int32, device=device)
         batch = AttentionBatch.of(table, counts, [total] * len(counts), size)
         groups = range(self._batch.num_groups)
-        context = ForwardContext(self._kv.layers, [slots for _ in groups], [batch for _ in groups] or [batch])
+        context = ForwardContext(
+            self._kv.layers,
+            [slots for _ in groups],
+            [batch for _ in groups] or [batch],
+            unused_states(self._resident.facts, counts, [total] * len(counts), device),
+            self._kv.states.layers,
+        )
         with nullcontext() if self._exchange is None else self._exchange.alone():
             return self._resident.awake_model().forward(
                 torch.zeros_like(positions),
@@ -384,6 +399,14 @@ class ModelRunner:
                     inputs.token_ids, inputs.positions, inputs.logit_rows, context, kept
                 )
         return model.forward(inputs.token_ids, inputs.positions, inputs.logit_rows, context)
+
+
+def _state_rows(facts: ModelFacts, kv: KVTensors, config: RunnerConfig) -> StateRows | None:
+    if not facts.state_shapes:
+        return None
+    return StateRows(
+        max_num_seqs=config.max_num_seqs, block_size=config.block_size, first_id=kv.sizing.num_blocks
+    )
 
 
 class _HostTokens:

@@ -12,6 +12,7 @@ from engine_svc.model.facts import ModelFacts
 from engine_svc.runner.memory.host_memory import CONTROL_GROUP, MIB, free_host_bytes
 from engine_svc.runner.memory.kv_sizing import FreeMemory
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
+from engine_svc.runner.memory.state_tensors import unused_states
 from triptych_kernels import AttentionBatch
 
 # Share of the machine's free memory: other engines and the operating system need memory too.
@@ -85,7 +86,7 @@ def _run_largest_step(
     num_rows = min(max_num_seqs, max_num_tokens)
     length = min(max_num_tokens // num_rows, facts.max_position)
     num_tokens = num_rows * length
-    kv = KVTensors(facts, KVSizing(num_blocks=1, block_size=16, bytes_per_block=0), device)
+    kv = KVTensors(facts, KVSizing(1, 16, bytes_per_block=0, num_state_slots=1), device)
     # Nothing is stored, and everything is read from one block.
     tables = torch.zeros(num_rows, -(-length // 16), dtype=torch.int32, device=device)
     groups = range(len(facts.groups))
@@ -94,6 +95,8 @@ def _run_largest_step(
         kv.layers,
         [torch.full((num_tokens,), -1, device=device) for _ in groups],
         [batch for _ in groups] or [batch],
+        unused_states(facts, [length] * num_rows, [length] * num_rows, device),
+        kv.states.layers,
     )
     positions = torch.arange(length, device=device).repeat(num_rows)
     last = torch.arange(1, num_rows + 1, device=device) * length - 1

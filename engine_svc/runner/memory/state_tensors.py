@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine_svc.model.facts import StateShape
+from engine_svc.model.facts import ModelFacts, StateShape
+from triptych_kernels import StateBatch
 
 
 def bytes_per_slot(shapes: Sequence[StateShape]) -> int:
@@ -33,3 +34,16 @@ class StateTensors:
     def stacks(self) -> list[Tensor]:
         """All of the memory."""
         return [tensor for tensors in self.layers for tensor in tensors]
+
+
+def unused_states(
+    facts: ModelFacts, counts: Sequence[int], totals: Sequence[int], device: torch.device
+) -> StateBatch | None:
+    """For rows that belong to no request: they begin with zeros and leave no state.
+
+    counts, totals: the new tokens of each row, and all of them. None for a model without states.
+    """
+    if not facts.state_shapes:
+        return None
+    no_slots = [-1] * len(counts)
+    return StateBatch.of(counts, totals, no_slots, no_slots, device=device)
