@@ -63,6 +63,10 @@ class BlockPool:
         """Blocks without a holder, whether or not their content is cached."""
         return len(self._free)
 
+    def has_free(self, num_blocks: Sequence[int]) -> bool:
+        """Whether there are this number of free blocks for each group of layers."""
+        return sum(num_blocks) <= len(self._free)
+
     def cached_block_ids(self, limit: int) -> list[int]:
         """Cached blocks without a holder among the `limit` that are reused last, from the last on."""
         newest_first = islice(reversed(self._free), limit)
@@ -195,8 +199,10 @@ class BlockPool:
 class JoinedPools:
     """Pools of different ids as one, for what does not depend on the pool."""
 
-    def __init__(self, pools: Sequence[BlockPool]) -> None:
+    def __init__(self, pools: Sequence[BlockPool], pool_of: Sequence[int]) -> None:
+        """pool_of: by group of layers, the index of its pool."""
         self._pools = tuple(pools)
+        self._pool_of = tuple(pool_of)
 
     @property
     def num_usable_blocks(self) -> int:
@@ -205,6 +211,12 @@ class JoinedPools:
     @property
     def num_free_blocks(self) -> int:
         return sum(pool.num_free_blocks for pool in self._pools)
+
+    def has_free(self, num_blocks: Sequence[int]) -> bool:
+        wanted = [0] * len(self._pools)
+        for index, num_group_blocks in zip(self._pool_of, num_blocks, strict=True):
+            wanted[index] += num_group_blocks
+        return all(num <= pool.num_free_blocks for num, pool in zip(wanted, self._pools, strict=True))
 
     def ref_count(self, block_id: int) -> int:
         return next(pool.ref_count(block_id) for pool in self._pools if block_id in pool.block_ids)

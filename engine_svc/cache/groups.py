@@ -102,6 +102,7 @@ class TokenBlocks:
         self._limits = limits
         self._max_model_len = limits.max_model_len
         self._num_lookahead_tokens = limits.num_lookahead_tokens
+        self._follows_tokens = kind.follows_tokens
         self._gives_back = kind.first_unreading(1) != NEVER
 
     def max_blocks(self, num_tokens: int, num_encoder_tokens: int) -> int:
@@ -132,10 +133,13 @@ class TokenBlocks:
         return num_new + self.pool.count_free(held_blocks(taken_over[num_unread:]))
 
     def num_missing(self, request: Request, table: BlockTable, end: int) -> int:
-        kind = self.kind
-        num_slots = min(end + self._num_lookahead_tokens, self._max_model_len)
-        num_blocks = -(-kind.num_slots(num_slots, request.num_encoder_tokens) // kind.block_size)
-        return max(0, num_blocks - len(table.block_ids))
+        num_slots = end + self._num_lookahead_tokens
+        if num_slots > self._max_model_len:
+            num_slots = self._max_model_len
+        if not self._follows_tokens:
+            num_slots = self.kind.num_slots(num_slots, request.num_encoder_tokens)
+        num_missing = -(-num_slots // self.kind.block_size) - len(table.block_ids)
+        return max(0, num_missing)
 
     def extend(self, request: Request, table: BlockTable, num_missing: int, end: int) -> list[int]:
         if not num_missing:
@@ -145,12 +149,12 @@ class TokenBlocks:
         return block_ids
 
     def room_until(self, table: BlockTable) -> int:
-        kind = self.kind
-        room_until = NEVER
-        if kind.follows_tokens:
-            room_until = len(table.block_ids) * kind.block_size - self._num_lookahead_tokens
+        block_size, room_until = self.kind.block_size, NEVER
+        if self._follows_tokens:
+            room_until = len(table.block_ids) * block_size - self._num_lookahead_tokens
         if self._gives_back:
-            room_until = min(room_until, kind.first_unreading((table.num_released + 1) * kind.block_size))
+            unread_at = self.kind.first_unreading((table.num_released + 1) * block_size)
+            return min(room_until, unread_at)
         return room_until
 
     def take_over(self, block_ids: list[int], computed: int) -> BlockTable:

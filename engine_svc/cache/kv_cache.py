@@ -89,12 +89,11 @@ class KVCache:
             num_ids = config.num_blocks + config.num_state_slots
             slots = BlockPool(num_ids, observers, first_block_id=config.num_blocks)
             self.pools = self.pool, slots
-            self._all_blocks = JoinedPools(self.pools)
+            self._all_blocks = JoinedPools(self.pools, [int(isinstance(kind, KeptState)) for kind in kinds])
         limits = Limits(max_model_len, max_in_flight_tokens, config.num_lookahead_tokens)
         self._groups: tuple[BlockGroup, ...] = tuple(
             group_of(kind, self.pool, self.pools[-1], limits, caches=self._caches) for kind in kinds
         )
-        self._pool_of = tuple(self.pools.index(group.pool) for group in self._groups)
         self.retained = RetainedBlocks(self._all_blocks)
         # Without groups no hash is ever computed.
         hash_block_size = math.gcd(*(kind.block_size for kind in kinds)) or 1
@@ -304,11 +303,11 @@ class KVCache:
     def _has_room(self, request: Request, hit: PrefixHit, computed: int, end: int, reserve_all: bool) -> bool:
         if any(hit.block_ids and self._is_too_new(hit, index) for index in self._state_groups):
             return False
-        wanted = self._wanted_blocks(request, hit, computed, end)
-        if reserve_all:
-            whole = self._wanted_blocks(request, hit, computed, request.num_tokens, whole=True)
-            wanted = list(map(max, wanted, whole))
-        return self._has_free(wanted)
+        if not self._all_blocks.has_free(self._wanted_blocks(request, hit, computed, end)):
+            return False
+        return not reserve_all or self._all_blocks.has_free(
+            self._wanted_blocks(request, hit, computed, request.num_tokens, whole=True)
+        )
 
     def _is_too_new(self, hit: PrefixHit, index: int) -> bool:
         """Whether a request has to wait for the state with which a hit ends in a group."""
@@ -318,27 +317,24 @@ class KVCache:
             return group.pool.ref_count(block_id) > 0
         return block_id in self._registered
 
-    def _has_free(self, wanted: Sequence[int]) -> bool:
-        """Whether each pool has this number of free blocks."""
-        for pool, num_blocks in zip(self.pools, wanted, strict=True):
-            if num_blocks > pool.num_free_blocks:
-                return False
-        return True
-
     def _wanted_blocks(
         self, request: Request, hit: PrefixHit, computed: int, end: int, *, whole: bool = False
     ) -> list[int]:
-        """How many blocks leave each pool's free list for tokens up to `end`.
+        """How many blocks leave the free list for tokens up to `end`, in each group.
 
         whole: at most at any one time.
         """
-        wanted = [0] * len(self.pools)
-        for index, group in enumerate(self._groups):
-            table = request.block_tables[index] if request.block_tables else None
-            taken_over = hit.block_ids[index] if hit.block_ids else []
-            num_blocks = group.num_wanted(request, table, taken_over, computed, end, whole=whole)
-            wanted[self._pool_of[index]] += num_blocks
-        return wanted
+        return [
+            group.num_wanted(
+                request,
+                request.block_tables[index] if request.block_tables else None,
+                hit.block_ids[index] if hit.block_ids else [],
+                computed,
+                end,
+                whole=whole,
+            )
+            for index, group in enumerate(self._groups)
+        ]
 
     def _count_lookup(self, request: Request, hit: PrefixHit) -> None:
         if not self._reads_cache(request):
@@ -361,16 +357,15 @@ class KVCache:
 
     def _allocate(self, request: Request, end: int) -> NewBlocks | None:
         """Allocate blocks for the tokens up to `end` in every group; None when the pool is short."""
-        tables, num_missing, wanted = request.block_tables, [], [0] * len(self.pools)
-        for group, table, pool in zip(self._groups, tables, self._pool_of, strict=True):
-            num_blocks = group.num_missing(request, table, end)
-            num_missing.append(num_blocks)
-            wanted[pool] += num_blocks
-        if not self._has_free(wanted):
+        groups, tables = self._groups, request.block_tables
+        num_missing = [
+            group.num_missing(request, table, end) for group, table in zip(groups, tables, strict=True)
+        ]
+        if not self._all_blocks.has_free(num_missing):
             return None
         new_blocks = []
         room_until = NEVER
-        for group, table, num_blocks in zip(self._groups, tables, num_missing, strict=True):
+        for group, table, num_blocks in zip(groups, tables, num_missing, strict=True):
             new_blocks.append(group.extend(request, table, num_blocks, end))
             group_room = group.room_until(table)
             if group_room < room_until:
@@ -393,8 +388,11 @@ class KVCache:
             end = self._finder.num_cacheable_tokens(num_tokens, block_size) // block_size
             for first, behind in group.unregistered(table, end):
                 self._register_blocks(request, index, first, behind)
-            table.num_registered = max(table.num_registered, end)
-            registers_at = min(registers_at, (table.num_registered + 1) * block_size)
+            if end > table.num_registered:
+                table.num_registered = end
+            group_registers_at = (table.num_registered + 1) * block_size
+            if group_registers_at < registers_at:
+                registers_at = group_registers_at
         request.registers_at = registers_at
 
     def _register_blocks(self, request: Request, group: int, first: int, end: int) -> None:
