@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine_svc.cache.block_pool import held_blocks
 from engine_svc.core.request import Request, RequestStatus
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.feature import SchedulerFeature
@@ -125,9 +126,10 @@ class SchedulerWatch(SchedulerFeature):
             block_ids: list[int] = []
             num_blocks = 0
             for table in request.block_tables:
-                first = table.num_released
-                num_blocks += len(table.block_ids) - first
-                shown = table.block_ids[first : first + num_left]
+                # Some entries of a table of states have none.
+                of_table = held_blocks(table.block_ids[table.num_released :])
+                num_blocks += len(of_table)
+                shown = of_table[:num_left]
                 block_ids += shown
                 num_left -= len(shown)
             requests.append(

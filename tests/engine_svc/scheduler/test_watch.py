@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_svc.cache.attention import FullAttention, SlidingWindow
+from engine_svc.cache.attention import AlignedState, FullAttention, SlidingWindow
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.watch import MAX_STEPS, SchedulerWatch, WatchedState, WatchedStep
 from tests.engine_svc.scheduler.doubles import Compiler
@@ -65,6 +65,16 @@ def test_blocks_that_outlive_their_request_are_cached_the_last_to_be_reused_firs
     # The third was never full.
     assert list(state.cached_block_ids) == [first, second]
     assert list(stage.read(max_blocks=1).cached_block_ids) == [first]
+
+
+def test_only_the_states_that_are_there_are_listed():
+    stage = Watched(groups=(FullAttention(16), AlignedState(16)))
+    stage.add(watched := request("a", 90))
+    stage.schedule()
+    attention, states = (table.block_ids for table in watched.block_tables)
+    assert states[:4] == [0, 0, 0, 0]
+    [one] = stage.read().requests
+    assert (one.num_blocks, one.block_ids) == (6, [*attention, states[4]])
 
 
 def test_limits_cut_requests_and_blocks_but_not_counts():
