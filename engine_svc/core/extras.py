@@ -23,6 +23,7 @@ class Extra:
     __slots__ = ()
 
     stays_with_error: ClassVar[bool] = False  # in the result of a row that ends with an error
+    is_slow_at_first: ClassVar[bool] = False  # whether what prepares it is made for the first request with it
 
     @property
     def blocker(self) -> str:

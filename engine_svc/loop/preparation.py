@@ -19,6 +19,8 @@ MAX_PREPARATIONS = 1024
 # Counted from when a preparation becomes the oldest pending one: one that hangs must not expire those queued
 # after it. For each account that has some pending, whose turns come in between.
 PREPARATION_LIMIT_S = 10.0
+# Until one has succeeded of those that are slow at first: what prepares them is made before.
+_FIRST_LIMIT_S = 120.0
 
 
 @dataclass(slots=True)
@@ -29,6 +31,7 @@ class Preparation:
     blockers: frozenset[str]
     num_missing: int  # answers of ranks
     account: str
+    is_first: bool = False  # of those that are slow at first
     failure: RequestFailed | None = None
 
 
@@ -63,6 +66,7 @@ class Preparations(SchedulerFeature):
         self._settled: list[Preparation] = []
         self._number_of: dict[str, int] = {}  # of all requests that have not ended, prepared ones included
         self._oldest_since = 0.0  # when the oldest pending one became that
+        self._known_blockers: set[str] = set()  # of preparations that have succeeded
 
     def on_add(self, request: Request) -> None:
         if not request.extras:
@@ -84,7 +88,16 @@ class Preparations(SchedulerFeature):
     def _begin(self, request: Request, blockers: frozenset[str]) -> None:
         assert self._ranks is not None, "an engine without ranks has begun no preparation"
         account, weight = request.account, request.weight
-        preparation = Preparation(request.request_id, blockers, self._ranks.num_preparing, account)
+        preparation = Preparation(
+            request.request_id,
+            blockers,
+            self._ranks.num_preparing,
+            account,
+            is_first=any(
+                extra.is_slow_at_first and extra.blocker not in self._known_blockers
+                for extra in request.extras.values()
+            ),
+        )
         if not self._places.has_room(account, weight):
             preparation.failure = RequestFailed(
                 "RESOURCE_EXHAUSTED",
@@ -130,6 +143,8 @@ class Preparations(SchedulerFeature):
             return
         preparation.num_missing -= 1
         preparation.failure = failure
+        if failure is None and not preparation.num_missing:
+            self._known_blockers |= preparation.blockers
         if failure is not None or not preparation.num_missing:
             self._settled.append(preparation)
             self._take(number)
@@ -160,7 +175,10 @@ class Preparations(SchedulerFeature):
 
     @property
     def _limit_now_s(self) -> float:
-        return self._limit_s * max(1, self._places.num_accounts)
+        """Of the oldest pending one."""
+        is_first = next(iter(self._pending.values())).is_first
+        limit_s = max(self._limit_s, _FIRST_LIMIT_S) if is_first else self._limit_s
+        return limit_s * max(1, self._places.num_accounts)
 
     def _take(self, number: int) -> None:
         is_oldest = number == next(iter(self._pending), None)

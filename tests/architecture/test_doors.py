@@ -56,6 +56,7 @@ MAY_READ_BY_NAME = {
 # What the engine measures and waits for; all else gets the time, and noise, as an argument.
 ENGINE_MAY_READ_A_CLOCK = {
     "engine_svc/build/rank_main.py", "engine_svc/features/sched_trace/scheduler.py",
+    "engine_svc/features/structured_output/backends/llguidance_backend.py",
     "engine_svc/features/structured_output/grammars.py", "engine_svc/features/structured_output/runner.py",
     "engine_svc/model/loading/loader.py", "engine_svc/model/loading/packed_weights.py",
     "engine_svc/ranks/plan_channel.py", "engine_svc/ranks/process_group.py", "engine_svc/ranks/watch.py",

@@ -36,6 +36,7 @@ class StructuredOutput(Extra):
     reasoning_start: tuple[int, ...] = ()
     blocker: ClassVar[str] = "grammar"
     rules: ClassVar[tuple[str, ...]] = ("structured_output",)
+    is_slow_at_first: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.backends or not set(self.backends) <= set(BACKENDS):

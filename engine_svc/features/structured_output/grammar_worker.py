@@ -73,8 +73,8 @@ class GrammarWorker:
             connection = self._connected()
             try:
                 connection.settimeout(_WALL_LIMIT_S)
-                _send(connection, _FORM.encode(spec))
-                answer = json.loads(_receive(connection))
+                send(connection, _FORM.encode(spec))
+                answer = json.loads(receive(connection))
             except TimeoutError:
                 self._kill()
                 message = f"{name} took longer than {_WALL_LIMIT_S:g} s to compile"
@@ -105,8 +105,8 @@ class GrammarWorker:
             self._child = Child("grammar-worker", _COMMAND, environment, stdin=theirs, stdout=theirs)
         try:
             self._socket.settimeout(_START_LIMIT_S)
-            _send(self._socket, self._setup)
-            _receive(self._socket)
+            send(self._socket, self._setup)
+            receive(self._socket)
         except (OSError, EOFError) as error:
             self._kill()
             raise RequestFailed(
@@ -132,11 +132,11 @@ class GrammarWorker:
         return f"ended the process that compiled it, which {child.how_it_ended}"
 
 
-def _send(connection: socket.socket, content: bytes) -> None:
+def send(connection: socket.socket, content: bytes) -> None:
     connection.sendall(_LENGTH.pack(len(content)) + content)
 
 
-def _receive(connection: socket.socket) -> bytes:
+def receive(connection: socket.socket) -> bytes:
     """Raises EOFError where the other end has closed."""
     (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
     return _read(connection, length)
@@ -161,10 +161,10 @@ def main() -> int:
     connection = socket.socket(fileno=os.dup(0))
     os.dup2(2, 1)
     try:
-        work = _work(_receive(connection))
-        _send(connection, b"")
+        work = _work(receive(connection))
+        send(connection, b"")
         while True:
-            spec = _FORM.decode(_receive(connection))
+            spec = _FORM.decode(receive(connection))
             before = _data_bytes()
             _set_limits()
             try:
@@ -183,7 +183,7 @@ def main() -> int:
                 message = str(error) or f"it takes more than {MEMORY_LIMIT >> 20} MiB to compile"
                 answer = {"refused": message, "reason": TOO_COMPLEX}
             signal.setitimer(signal.ITIMER_PROF, 0)
-            _send(connection, json.dumps(answer).encode())
+            send(connection, json.dumps(answer).encode())
             if _data_bytes() > before + _MANY_BYTES:
                 release_memory()
     except (OSError, EOFError):

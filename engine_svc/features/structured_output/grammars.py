@@ -19,11 +19,14 @@ from engine_svc.features.structured_output.check import TOO_COMPLEX, ConstraintR
 from engine_svc.features.structured_output.constraint import ConstraintKind, GrammarError
 from engine_svc.features.structured_output.extras import BACKENDS, StructuredOutput
 from engine_svc.features.structured_output.grammar_worker import GrammarWorker
+from engine_svc.features.structured_output.vocabulary_process import VocabularyProcess
 
 _FIELD = "sampling.structured_output"  # of the ADD
 # Kinds with schemas, which are rewritten.
 _REWRITTEN = (ConstraintKind.JSON_SCHEMA, ConstraintKind.STRUCTURAL_TAG)
 _REFUSAL_BYTES = 512  # beside its message
+# Of the tokenizer's file, with some 40,000 tokens: others are read in another process.
+MAX_QUICK_CHARS = 2 << 20
 
 _Compiled: TypeAlias = tuple[GrammarBackend, CompiledGrammar]
 
@@ -41,23 +44,34 @@ class Grammar:
 class Grammars:
     """Cache of the grammars that were used last, and of lasting refusals, within limits.
 
-    For several threads. The default backend is prepared at once, as that holds the interpreter for a second;
-    others when they are first used.
+    For several threads. Backends are prepared when they are first used, but for the default one with a small
+    vocabulary: that is prepared at once, as it holds the interpreter for a moment.
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, num_threads: int, max_entries: int, max_bytes: int) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        num_threads: int,
+        max_entries: int,
+        max_bytes: int,
+        max_quick_chars: int = MAX_QUICK_CHARS,
+    ) -> None:
         self._vocabulary = vocabulary
         self._num_threads = num_threads
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
+        self._making = threading.Lock()  # of a backend
         self._backends: dict[str, GrammarBackend] = {}
-        self._workers: list[GrammarWorker] = []
+        self._failures: dict[str, str] = {}  # why backends cannot be used
+        self._processes: list[GrammarWorker | VocabularyProcess] = []
+        self._writers: list[GrammarWorker] = []
+        self._is_quick = len(vocabulary.tokenizer_json) <= max_quick_chars
         self._cached: OrderedDict[bytes, _Compiled | ConstraintRefused] = OrderedDict()
         self._num_bytes = 0
-        special_ids = self._backend(BACKENDS[0]).special_ids
-        # One for small constraints, which then do not wait for large ones.
-        self._writers = [self._worker(BACKENDS[0], special_ids) for _ in range(2)]
+        if self._is_quick:
+            self._backend(BACKENDS[0])
 
     def compile(self, spec: StructuredOutput) -> Grammar:
         """Raises RequestFailed. A limit that was reached says nothing of a retry, so that is not kept."""
@@ -86,8 +100,8 @@ class Grammars:
 
     def close(self) -> None:
         """End the processes."""
-        for worker in self._workers:
-            worker.close()
+        for process in self._processes:
+            process.close()
 
     @staticmethod
     def is_slow(spec: StructuredOutput) -> bool:
@@ -106,6 +120,11 @@ class Grammars:
 
         So the writer of large ones keeps none waiting that is prepared in the thread of quick ones.
         """
+        special_ids = self._backend(BACKENDS[0]).special_ids
+        with self._lock:
+            if not self._writers:
+                # One for small constraints, which then do not wait for large ones.
+                self._writers = [self._worker(BACKENDS[0], special_ids) for _ in range(2)]
         own, other = self._writers[is_slow], self._writers[not is_slow]
         return other if own.is_busy and not other.is_busy else own
 
@@ -120,7 +139,13 @@ class Grammars:
                 self._num_bytes -= _size_of(evicted)
 
     def _backend(self, name: str) -> GrammarBackend:
-        with self._lock:
+        """Raises RequestFailed."""
+        backend = self._backends.get(name)
+        if backend is not None:
+            return backend
+        with self._making:
+            if name in self._failures:
+                raise RequestFailed("UNIMPLEMENTED", self._failures[name])
             if name not in self._backends:
                 self._backends[name] = self._make_backend(name)
             return self._backends[name]
@@ -139,15 +164,22 @@ class Grammars:
                 )
             from engine_svc.features.structured_output.backends.llguidance_backend import LLGuidanceBackend
 
-            return LLGuidanceBackend(self._vocabulary, self._num_threads)
+            if self._is_quick:
+                return LLGuidanceBackend(self._vocabulary, self._num_threads)
+            process = VocabularyProcess(self._vocabulary)
+            self._processes.append(process)
+            process.start()
+            backend = LLGuidanceBackend(self._vocabulary, self._num_threads, process)
+            # llguidance has copied them.
+            process.tokens.clear()
+            return backend
         except (ImportError, ValueError, RuntimeError, KeyError) as error:
-            raise RequestFailed(
-                "UNIMPLEMENTED", f"structured_output: {name} cannot be used with this model: {error}"
-            ) from error
+            self._failures[name] = f"structured_output: {name} cannot be used with this model: {error}"
+            raise RequestFailed("UNIMPLEMENTED", self._failures[name]) from error
 
     def _worker(self, backend: str, special_ids: dict[str, int]) -> GrammarWorker:
         worker = GrammarWorker(backend, self._vocabulary, special_ids)
-        self._workers.append(worker)
+        self._processes.append(worker)
         return worker
 
 

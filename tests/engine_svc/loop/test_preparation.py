@@ -31,6 +31,11 @@ class Order(Extra):
     blocker: str = "order"
 
 
+@dataclass(frozen=True)
+class LateOrder(Order):
+    is_slow_at_first = True
+
+
 class ScriptedRanks:
     """Two ranks; what they are sent is noted, and they answer when the test says so."""
 
@@ -42,9 +47,9 @@ class ScriptedRanks:
         self.is_stopped = False
 
     def prepare(self, number: int, request_id: str, extras: Extras, account: str, weight: int) -> None:
-        if extras[Order].text == "lost":
+        if extras.get(Order, Order("")).text == "lost":
             raise DeviceLost("rank 1 ended")
-        if extras[Order].text == "unknown":
+        if extras.get(Order, Order("")).text == "unknown":
             raise UnknownExtra("no rank can read it")
         self.sent.append((number, request_id, extras))
 
@@ -85,11 +90,12 @@ class Rig:
         handle: int,
         text: str = "",
         *,
+        kind: type[Order] = Order,
         max_tokens: int = 3,
         deadline_at: float | None = None,
         account: str = "",
     ) -> None:
-        extras: Extras = {Order: Order(text)} if text else {}
+        extras: Extras = {kind: kind(text)} if text else {}
         request = Request(
             f"r{handle}",
             [1, 2, 3, handle],
@@ -129,6 +135,22 @@ LATE = RequestFailed("DEADLINE_EXCEEDED", "preparing order took longer than 10 s
 
 def ended_by(failure: RequestFailed) -> tuple[FinishReason, None, str, str]:
     return FinishReason.ERROR, None, failure.code, failure.message
+
+
+def test_the_first_that_succeeds_may_take_longer():
+    rig = Rig()
+    rig.add(1, "text", kind=LateOrder)
+    rig.turn()
+    rig.clock.advance(6 * LIMIT_S)
+    rig.turn()
+    assert rig.ends == {}
+    rig.answer(1, None, None)
+    rig.turn(4)
+    rig.add(2, "text", kind=LateOrder)
+    rig.turn()
+    rig.clock.advance(LIMIT_S)
+    rig.turn()
+    assert rig.ends[2] == ended_by(LATE)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

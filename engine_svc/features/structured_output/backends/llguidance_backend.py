@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
 from engine_svc.features.structured_output.backends.backend import (
     MAX_SMALL_CHARS,
@@ -28,18 +29,35 @@ from triptych_kit.process.setup import release_memory
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engine_svc.features.structured_output.vocabulary_process import VocabularyProcess
+
 _UNUSED = "\ue000"  # a character of no text
+_PAUSE_S = 0.05
 
 
 class LLGuidanceBackend:
-    """Compiles for one vocabulary, which takes a second to prepare at 128k tokens."""
+    """Compiles for one vocabulary.
 
-    def __init__(self, vocabulary: Vocabulary, num_threads: int = 1) -> None:
+    process: that has read the vocabulary. Without one it is read here, which takes a second at 64k tokens and
+    holds Python's lock.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, num_threads: int = 1, process: VocabularyProcess | None = None
+    ) -> None:
         self.vocabulary = vocabulary
-        if not vocabulary.eos_ids:
+        eos_ids = list(vocabulary.eos_ids)
+        if not eos_ids:
             raise ValueError("a vocabulary without an end token cannot end an output")
-        text, self.special_ids = _with_markers_apart(vocabulary.tokenizer_json)
-        self._tokenizer = LLTokenizer(text, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_ids))
+        if process is None:
+            text, self.special_ids = with_markers_apart(vocabulary.tokenizer_json)
+            self._tokenizer = LLTokenizer(text, n_vocab=vocabulary.size, eos_token=eos_ids)
+        else:
+            self.special_ids = process.marker_ids
+            tokenizer = LLTokenizer(TokenizerWrapper(process), eos_token=eos_ids, slices=[])
+            # Each of the two holds Python's lock, and other threads wait for it.
+            time.sleep(_PAUSE_S)
+            self._tokenizer = tokenizer.with_slices(LLTokenizer.general_slices())
         self._executor = LLExecutor(num_threads)
 
     def compile(self, constraint: Constraint, grammar: str = "") -> CompiledGrammar:
@@ -148,7 +166,7 @@ class LLGuidanceMatcher:
             raise MatcherError(short_message(self.inner.get_error()))
 
 
-def _with_markers_apart(tokenizer_json: str) -> tuple[str, dict[str, int]]:
+def with_markers_apart(tokenizer_json: str) -> tuple[str, dict[str, int]]:
     """The tokenizer's file for llguidance, and the ids of its markers by their texts.
 
     Markers are special tokens and, to llguidance, all that look like <this>: no text contains them, grammars
@@ -174,4 +192,4 @@ def _with_markers_apart(tokenizer_json: str) -> tuple[str, dict[str, int]]:
             vocab[:] = [[apart, score] if piece == text else [piece, score] for piece, score in vocab]
         added.append(token | {"content": apart})
     document["added_tokens"] = added
-    return json.dumps(document), marker_ids
+    return json.dumps(document, ensure_ascii=False), marker_ids

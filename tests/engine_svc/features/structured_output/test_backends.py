@@ -252,11 +252,16 @@ def test_whitespace_by_a_pattern():
     assert not accepts("llguidance", constraint, "[  1]")
 
 
-def marked(*, is_special: bool) -> tuple[LLGuidanceBackend, int]:
-    """A vocabulary with a token <call>, and its id."""
+def marked_vocabulary(*, is_special: bool) -> Vocabulary:
+    """Its last token is <call>."""
     tokenizer = Tokenizer.from_str(TOKENIZER_JSON)
     tokenizer.add_tokens([AddedToken("<call>", special=is_special)])
-    vocabulary = Vocabulary(tokenizer.to_str(), tokenizer.get_vocab_size(), (EOS,))
+    return Vocabulary(tokenizer.to_str(), tokenizer.get_vocab_size(), (EOS,))
+
+
+def marked(*, is_special: bool) -> tuple[LLGuidanceBackend, int]:
+    """A vocabulary with a token <call>, and its id."""
+    vocabulary = marked_vocabulary(is_special=is_special)
     return LLGuidanceBackend(vocabulary), vocabulary.size - 1
 
 
