@@ -34,6 +34,9 @@ _SHARED = (Inbox, Outbox, StatsSnapshot, KVEventLog, BlockHasher)
 _ALLOWED = {
     "Scheduler.refusal": "of limits, which never change, and one look-up of an id",
     "KVCache.max_blocks_for": "for `refusal`: sizes, which never change",
+    "TokenBlocks.max_blocks": "for `refusal`: sizes, which never change",
+    "AlignedStates.max_blocks": "for `refusal`: sizes, which never change",
+    "KeptStates.max_blocks": "for `refusal`: sizes, which never change",
     "KVCache.num_total_blocks": "for `refusal`: sizes, which never change",
     "BlockPool.num_usable_blocks": "for `refusal`: sizes, which never change",
     "PauseController.state": "one reference, replaced whole",
