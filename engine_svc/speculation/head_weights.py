@@ -12,7 +12,6 @@ from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.facts import KVShape, ModelFacts
 from engine_svc.model.loading.checkpoint import Checkpoint
 from engine_svc.model.loading.loader import (
-    builder_type,
     ignore_progress,
     open_weights,
     read_llama_config,
@@ -38,9 +37,7 @@ def load_mtp_head(checkpoint: Checkpoint, target: NativeDecoder, facts: ModelFac
     layout = _find_layout(spec, reader)
     if layout is None:
         raise CheckpointError(f"{checkpoint.folder} has no MTP head in a layout that is known here")
-    builder = builder_type(spec)(
-        spec=spec, weights=reader, ops=target.ops, parallel=Solo(), dtype=target.dtype
-    )
+    builder = DecoderBuilder(spec=spec, weights=reader, ops=target.ops, parallel=Solo(), dtype=target.dtype)
     prefix, hidden = layout.prefix.format(spec.num_layers), spec.hidden_size
     head = None
     if layout.head and prefix + layout.head + ".weight" in reader.names:

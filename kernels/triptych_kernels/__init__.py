@@ -18,6 +18,7 @@ from triptych_kernels.ops import (
     LowRankMatrices,
     Ops,
     PackedParts,
+    PackGatedLinear,
     PackLinear,
     Penalised,
 )
@@ -27,9 +28,10 @@ from triptych_kernels.state_batch import StateBatch
 
 __all__ = [
     "LARGE_PAGE_BYTES", "REFERENCE", "AttentionBatch", "DenseLayer", "Experts", "FusedLayers", "JoinedWeight",
-    "LayerLowRank", "Linear", "LowRank", "LowRankMatrices", "Ops", "PackLinear", "PackedParts", "Penalised",
-    "QuantizedWeight", "StateBatch", "Weight", "as_tensor", "join_rows", "ops_for", "own_panels", "populate",
-    "prefer_large_pages", "prefer_small_pages", "set_num_threads", "uniform_noise",
+    "LayerLowRank", "Linear", "LowRank", "LowRankMatrices", "Ops", "PackGatedLinear", "PackLinear",
+    "PackedParts", "Penalised", "QuantizedWeight", "StateBatch", "Weight", "as_tensor", "join_rows",
+    "ops_for", "own_panels", "populate", "prefer_large_pages", "prefer_small_pages", "set_num_threads",
+    "uniform_noise",
 ]  # fmt: skip
 
 

@@ -12,10 +12,10 @@ from triptych_kernels.ops import Linear
 
 @dataclass(frozen=True, slots=True)
 class GatedLinear:
-    """silu(gate) * up of a projection to both."""
+    """The activation of gates times ups, of a projection to both."""
 
     gate_up: Linear
-    silu_and_mul: Callable[[Tensor], Tensor]
+    activate: Callable[[Tensor], Tensor]  # [T, 2 F] to [T, F]
 
     @property
     def in_features(self) -> int:
@@ -31,4 +31,4 @@ class GatedLinear:
 
     def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
         """See ops.Linear. addend: [T, 2 out_features] fp32, of gates, then ups."""
-        return self.silu_and_mul(self.gate_up(x, addend))
+        return self.activate(self.gate_up(x, addend))

@@ -156,6 +156,22 @@ class PackLinear(Protocol):
         """
 
 
+class PackGatedLinear(PackLinear, Protocol):
+    """The same for gates over ups, [2 F, K]: the projection is the activation of gates times ups, [T, F]."""
+
+    def __call__(
+        self,
+        weight: Weight,
+        bias: Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+        quantization: str = "",
+        activations: str = "exact",
+        gate: str = "silu",
+    ) -> Linear:
+        """gate: "silu" or "gelu_tanh", whose op is in Ops.  The others: see PackLinear."""
+
+
 class PackExperts(Protocol):
     """Packs experts' weights once, at load."""
 
@@ -191,21 +207,28 @@ class LayerCache(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DenseLayer:
-    """A decoder layer with a dense feed-forward network: its weights, all of them on this rank."""
+    """A decoder layer with a dense feed-forward network: its weights, all of them on this rank.
 
-    input_norm: Tensor  # [hidden], as the other norm
+    Norms may be of the rows' dtype, or fp32.
+    """
+
+    input_norm: Tensor  # [hidden], as the other norms
     qkv: Linear
     query_norm: Tensor | None  # [head_dim]
     key_norm: Tensor | None
     out: Linear
-    post_attention_norm: Tensor
+    post_attention_norm: Tensor  # of the residual, before the feed-forward network
     gate_up: Linear  # of pack_gated_linear
     down: Linear
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    scale: float  # of a query's product with a key
     window: int | None
+    cos_sin: Tensor  # [max_positions, rotary_dim] fp32
     eps: float
+    attention_out_norm: Tensor | None = None  # of what attention adds to the residual
+    feed_forward_out_norm: Tensor | None = None
     low_rank: LayerLowRank | None = None
 
 
@@ -277,7 +300,7 @@ class Ops:
     needs_clean_blocks: bool  # masked positions must hold finite numbers
     activations: tuple[str, ...]  # how rows may be multiplied with quantized weights, the fastest first
     pack_linear: PackLinear
-    pack_gated_linear: PackLinear  # of gates over ups, [2 F, K]: silu_and_mul of the projection, [T, F]
+    pack_gated_linear: PackGatedLinear
     pack_experts: PackExperts
     kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     paged_attention: Callable[..., Tensor]
@@ -288,6 +311,7 @@ class Ops:
     ssd_scan: Callable[..., Tensor]
     gated_delta_rule: Callable[..., Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
+    gelu_tanh_and_mul: Callable[[Tensor], Tensor]
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
     greedy_linear: Callable[[Linear, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     sample: Callable[..., Tensor]
@@ -303,14 +327,14 @@ class Ops:
     # reading them. And the same again of parts, which it keeps: ValueError for others.
     take_apart: Callable[[Linear | Experts], PackedParts | None] = lambda packed: None
     put_together: Callable[[PackedParts], Linear | Experts] = _no_parts
-    # Arguments: layers, final_norm and cos_sin. None if the layers, or this device, do not support it.
-    fuse_layers: Callable[[Sequence[DenseLayer], Tensor, Tensor], FusedLayers | None] = (
-        lambda layers, final_norm, cos_sin: None
+    # Arguments: layers and final_norm. None if the layers, or this device, do not support it.
+    fuse_layers: Callable[[Sequence[DenseLayer], Tensor], FusedLayers | None] = lambda layers, final_norm: (
+        None
     )
 
 
 __all__ = [
     "AttentionBatch", "DenseLayer", "Experts", "FusedLayers", "LayerCache", "LayerLowRank", "Linear",
-    "LowRank", "LowRankMatrices", "MakeLowRank", "Ops", "PackExperts", "PackLinear", "PackedParts",
-    "Penalised", "StateBatch",
+    "LowRank", "LowRankMatrices", "MakeLowRank", "Ops", "PackExperts", "PackGatedLinear", "PackLinear",
+    "PackedParts", "Penalised", "StateBatch",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from triptych_kernels import REFERENCE, ops_for
-from triptych_kernels.reference.activation import silu_and_mul
+from triptych_kernels.reference.activation import gelu_tanh_and_mul, silu_and_mul
 from triptych_kernels.reference.linear import pack_linear
 from triptych_kernels.reference.norm import add_rms_norm, rms_norm
 from triptych_kernels.reference.rotary import rotary_kv_write
@@ -44,6 +44,13 @@ def test_a_gate_lets_through_by_its_silu():
     x = noise(5, 14)
     gate, up = x[:, :7], x[:, 7:]
     torch.testing.assert_close(silu_and_mul(x), gate * torch.sigmoid(gate) * up)
+
+
+def test_a_gate_lets_through_by_its_gelu():
+    x = noise(5, 14)
+    gate, up = x[:, :7].double(), x[:, 7:]
+    slope = torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
+    torch.testing.assert_close(gelu_tanh_and_mul(x), (0.5 * gate * (1 + slope) * up).float())
 
 
 @pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "normed"])

@@ -209,12 +209,20 @@ class CaseMaker:
         )
         gated = self._noise(num_rows, 2 * shape.intermediate_size)
         gate, up = gated.chunk(2, dim=-1)
+        label, num_bytes = f"{num_rows} x {shape.intermediate_size}", gated.nbytes + gated.nbytes // 2
         yield KernelCase(
             "silu_and_mul",
-            f"{num_rows} x {shape.intermediate_size}",
+            label,
             lambda ops: _bound(ops.silu_and_mul, gated),
             lambda: F.silu(gate) * up,
-            gated.nbytes + gated.nbytes // 2,
+            num_bytes,
+        )
+        yield KernelCase(
+            "gelu_tanh_and_mul",
+            label,
+            lambda ops: _bound(ops.gelu_tanh_and_mul, gated),
+            lambda: F.gelu(gate, approximate="tanh") * up,
+            num_bytes,
         )
         yield from self._cache_writes(num_rows)
 
@@ -284,9 +292,9 @@ class CaseMaker:
             layer = DenseLayer(
                 norm, ops.pack_linear(qkv), None, None, ops.pack_linear(out), norm,
                 ops.pack_gated_linear(gate_up), ops.pack_linear(down),
-                shape.num_heads, shape.num_kv_heads, dim, None, 1e-5
+                shape.num_heads, shape.num_kv_heads, dim, dim**-0.5, None, turns, 1e-5
             )  # fmt: skip
-            fused = ops.fuse_layers([layer], norm, turns)
+            fused = ops.fuse_layers([layer], norm)
             if fused is None:
                 raise ValueError("this table takes layers op by op")
             caches = [_Cache(0, keys, values)]

@@ -36,8 +36,7 @@ from engine_svc.model.loading.weights import WeightReader
 from engine_svc.model.native.build import DecoderBuilder
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.model.native.exchange import ExpertShare
-from engine_svc.model.native.gemma import GemmaBuilder
-from engine_svc.model.native.spec import DecoderSpec, NotNative, read_spec, rotary_table
+from engine_svc.model.native.spec import NotNative, read_spec, rotary_table
 from engine_svc.model.native.stated_config import read_stated_config
 from engine_svc.model.parallel import Parallel, Solo
 from engine_svc.model.pooler import Head, make_pooler, read_score_head, read_token_head
@@ -360,11 +359,6 @@ def has_experts(folder: str | Path) -> bool:
         return False
 
 
-def builder_type(spec: DecoderSpec) -> type[DecoderBuilder]:
-    """The builder of decoders of this kind."""
-    return GemmaBuilder if spec.model_type == "gemma3_text" else DecoderBuilder
-
-
 def expert_builder(
     checkpoint: Checkpoint,
     *,
@@ -450,7 +444,7 @@ def _native(
     cos_sin = _rotary_table(config, facts).to(device)
 
     def build(packed: PackedWeights) -> tuple[NativeDecoder, bool]:
-        builder = builder_type(spec)(
+        builder = DecoderBuilder(
             spec=spec,
             weights=reader,
             ops=ops,

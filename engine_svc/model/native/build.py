@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +31,18 @@ from triptych_kernels import Experts, Linear, Ops, PackLinear, QuantizedWeight, 
 
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
+# By the parts of a layer: norms before attention and the feed-forward network, or also behind them.
+_NORMS = {
+    "input_norm": "input_layernorm.weight",
+    "post_attention_norm": "post_attention_layernorm.weight",
+}
+_NORMS_WITH_OUT_NORMS = {
+    "input_norm": "input_layernorm.weight",
+    "attention_out_norm": "post_attention_layernorm.weight",
+    "post_attention_norm": "pre_feedforward_layernorm.weight",
+    "feed_forward_out_norm": "post_feedforward_layernorm.weight",
+}
+
 
 def expert_range(num_experts: int, rank: int, size: int) -> tuple[int, int]:
     """Half-open range of experts owned by `rank`; shard sizes differ by at most one."""
@@ -57,9 +68,6 @@ class NoExperts:
 @dataclass(slots=True)
 class DecoderBuilder:
     """Reads the tensors that this rank needs, one by one, and lays them out for its device."""
-
-    decoder_type: ClassVar[type[NativeDecoder]] = NativeDecoder
-    attention_type: ClassVar[type[Attention]] = Attention
 
     spec: DecoderSpec
     weights: WeightReader
@@ -92,7 +100,7 @@ class DecoderBuilder:
         layers = [self.layer(f"model.layers.{index}.", index, index - first) for index in range(first, end)]
         final_norm = self.vector("model.norm.weight", spec.hidden_size) if is_last else None
         num_kv_heads = self._num_kv_heads
-        return self.decoder_type(
+        return NativeDecoder(
             name=name,
             ops=self.ops,
             parallel=parallel,
@@ -149,7 +157,11 @@ class DecoderBuilder:
         self.num_parameters += share * spec.hidden_size
         whole = slice(None)
         part = ProjectionPart("model.embed_tokens", spec.hidden_size, spec.vocab_size, whole, whole)
-        return TokenEmbedding(table, share, first, parallel, part)
+        scale = spec.embedding_scale
+        if scale is not None:
+            # As in transformers, rounded to the dtype of the weights.
+            scale = torch.tensor(scale, dtype=self.dtype).item()
+        return TokenEmbedding(table, share, first, parallel, part, scale)
 
     def _table(self, first: int, count: int) -> Tensor | Callable[[Tensor], Tensor]:
         """`count` rows of the embedding table from `first` on, or what gives them."""
@@ -194,18 +206,18 @@ class DecoderBuilder:
 
     def layer(self, prefix: str, index: int, local_index: int) -> DecoderLayer:
         """The layer whose tensors have this prefix, of the kind of layer `index`."""
-        hidden = self.spec.hidden_size
-        experts = self.spec.experts[index]
+        spec, experts = self.spec, self.spec.experts[index]
+        names = _NORMS_WITH_OUT_NORMS if spec.has_out_norms else _NORMS
+        norms = {part: self.vector(prefix + name, spec.hidden_size) for part, name in names.items()}
         return DecoderLayer(
             ops=self.ops,
             parallel=self.parallel,
-            input_norm=self.vector(prefix + "input_layernorm.weight", hidden),
             attention=self._attention(prefix + "self_attn.", index, local_index),
-            post_attention_norm=self.vector(prefix + "post_attention_layernorm.weight", hidden),
             feed_forward=self._dense(prefix + "mlp.")
             if experts is None
             else self._mixture(prefix, experts, index),
-            eps=self.spec.eps,
+            eps=spec.eps,
+            **norms,
         )
 
     def _attention(self, prefix: str, index: int, local_index: int) -> Attention:
@@ -221,7 +233,7 @@ class DecoderBuilder:
         rows = [(prefix + name, total * dim, first * dim, count * dim) for name, total, first, count in parts]
         if spec.is_joined:
             rows = _joined(prefix + "qkv_proj", rows)
-        return self.attention_type(
+        return Attention(
             ops=self.ops,
             layer=local_index,
             qkv=self._rows_linear(
@@ -257,14 +269,8 @@ class DecoderBuilder:
         down = self._columns_linear(
             prefix + "down_proj", spec.hidden_size, total, rank * share, share, spec.has_mlp_bias
         )
-        return self._feed_forward(rows, down)
-
-    def _feed_forward(self, gate_up: list[tuple[str, int, int, int]], down: Projection) -> FeedForward:
-        """gate_up: the parts of the projection in the form that `_rows_linear` takes."""
-        spec = self.spec
-        return GatedFeedForward(
-            self._rows_linear(gate_up, spec.hidden_size, spec.has_mlp_bias, self.ops.pack_gated_linear), down
-        )
+        pack = functools.partial(self.ops.pack_gated_linear, gate=spec.gate)
+        return GatedFeedForward(self._rows_linear(rows, spec.hidden_size, spec.has_mlp_bias, pack), down)
 
     def _mixture(self, prefix: str, experts: ExpertsSpec, index: int) -> FeedForward:
         hidden, parallel = self.spec.hidden_size, self.parallel
@@ -374,6 +380,9 @@ class DecoderBuilder:
     def vector(self, name: str, size: int) -> Tensor:
         """The weight of a norm."""
         vector = self._read(name, (size,))
+        if self.spec.norms_are_offset:
+            # In fp32, in which the sum is exact, as the checkpoint's own code computes it.
+            vector = vector.float() + 1.0
         self._count(vector, vector.nbytes)
         return vector
 

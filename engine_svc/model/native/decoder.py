@@ -39,6 +39,7 @@ class TokenEmbedding:
     first_token_id: int
     parallel: Parallel
     part: ProjectionPart
+    scale: float | None = None  # of rows and of what adapters add to them
     low_rank: EmbeddingAdditions | None = None  # None until adapters are enabled
 
     def __call__(self, token_ids: Tensor, slots: Tensor | None = None) -> Tensor:
@@ -46,7 +47,7 @@ class TokenEmbedding:
         x = self._look_up(token_ids)
         if slots is not None and self.low_rank is not None:
             self.low_rank.add(x, token_ids, slots)
-        return x
+        return x if self.scale is None else x.mul_(self.scale)
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
         if self.parallel.tp_size == 1:
@@ -72,7 +73,8 @@ class NativeDecoder:
     layers: list[DecoderLayer]
     final_norm: Tensor | None  # on the last stage
     head: Projection | None  # on the last stage, of a model that samples tokens
-    cos_sin: Tensor  # [max_positions, head_dim] fp32; where layers differ, [tables, ...]
+    # [max_positions, head_dim] fp32; or two such tables, of layers without a window and of those with one.
+    cos_sin: Tensor
     kv_shapes: tuple[KVShape, ...]
     hidden_size: int
     dtype: torch.dtype
@@ -172,10 +174,10 @@ class NativeDecoder:
         return make_targets(found)
 
     def _fuse(self) -> None:
-        dense = [layer.as_dense() for layer in self.layers] if self.is_fusible else []
+        dense = [layer.as_dense(self.cos_sin) for layer in self.layers] if self.is_fusible else []
         layers = [layer for layer in dense if layer is not None]
         if layers and len(layers) == len(self.layers) and self.final_norm is not None:
-            self.fused = self.ops.fuse_layers(layers, self.final_norm, self.cos_sin)
+            self.fused = self.ops.fuse_layers(layers, self.final_norm)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """x: [T, hidden]. As the norms of the layers, with this weight."""

@@ -70,39 +70,18 @@ class Attention:
         self, x: Tensor, positions: Tensor, cos_sin: Tensor, context: ForwardContext, rows: Tensor | None
     ) -> Tensor:
         """x: [T, hidden]. Returns [T, hidden], this rank's share; if `rows` are given, only of these."""
-        return self.attend(
-            self.qkv(x, context.low_rank_slots),
-            positions,
-            cos_sin,
-            context,
-            rows,
-            query_norm=self.query_norm,
-            key_norm=self.key_norm,
-        )
-
-    def attend(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        cos_sin: Tensor,
-        context: ForwardContext,
-        rows: Tensor | None,
-        *,
-        query_norm: Tensor | None = None,
-        key_norm: Tensor | None = None,
-    ) -> Tensor:
-        """Attend with projected tokens: qkv is [T, (heads + 2 kv heads) * head_dim], written."""
+        qkv = self.qkv(x, context.low_rank_slots)
         cache = context.layers[self.layer]
         self.ops.rotary_kv_write(
             qkv,
             positions,
-            cos_sin,
+            self.rotary_table(cos_sin),
             context.slot_mappings[cache.group],
             cache.key_cache,
             cache.value_cache,
             num_heads=self.num_heads,
-            query_norm=query_norm,
-            key_norm=key_norm,
+            query_norm=self.query_norm,
+            key_norm=self.key_norm,
             eps=self.eps,
         )
         num_tokens, num_heads, head_dim = qkv.shape[0], self.num_heads, self.head_dim
@@ -117,12 +96,16 @@ class Attention:
         ).reshape(num_tokens, num_heads * head_dim)
         return self.out(attended if rows is None else attended[rows], context.low_rank_slots_of(rows))
 
+    def rotary_table(self, cos_sin: Tensor) -> Tensor:
+        """This layer's of a decoder's tables, [max_positions, head_dim].  cos_sin: see NativeDecoder."""
+        return cos_sin if cos_sin.dim() == 2 else cos_sin[0 if self.window is None else 1]
+
 
 @dataclass(slots=True)
 class GatedFeedForward:
-    """down(silu(gate(x)) * up(x)), with gate and up in one projection."""
+    """down(activation(gate(x)) * up(x)), with gate and up in one projection."""
 
-    gate_up: Projection  # with silu(gate) * up as its result
+    gate_up: Projection  # with activation(gate) * up as its result
     down: Projection
 
     def __call__(self, x: Tensor, slots: Tensor | None, expert_choices: list[Tensor] | None = None) -> Tensor:
@@ -188,12 +171,17 @@ class DecoderLayer:
     parallel: Parallel
     input_norm: Tensor
     attention: Attention
-    post_attention_norm: Tensor
+    post_attention_norm: Tensor  # of the residual, before the feed-forward network
     feed_forward: FeedForward
     eps: float
+    attention_out_norm: Tensor | None = None  # of what attention adds to the residual
+    feed_forward_out_norm: Tensor | None = None
 
-    def as_dense(self) -> DenseLayer | None:
-        """The weights of this layer for ops that compute whole layers; None if it has experts."""
+    def as_dense(self, cos_sin: Tensor) -> DenseLayer | None:
+        """The weights of this layer for ops that compute whole layers; None if it has experts.
+
+        cos_sin: see NativeDecoder.
+        """
         attention, network = self.attention, self.feed_forward
         if not isinstance(network, GatedFeedForward):
             return None
@@ -209,8 +197,12 @@ class DecoderLayer:
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
+            scale=attention.scale,
             window=attention.window,
+            cos_sin=attention.rotary_table(cos_sin),
             eps=self.eps,
+            attention_out_norm=self.attention_out_norm,
+            feed_forward_out_norm=self.feed_forward_out_norm,
             low_rank=LayerLowRank(
                 attention.qkv.low_rank,
                 attention.out.low_rank,
@@ -240,6 +232,10 @@ class DecoderLayer:
         attended = self.parallel.all_reduce(self.attention(x, positions, cos_sin, context, rows))
         if rows is not None:
             residual = residual[rows]
-        x = self.ops.add_rms_norm(attended, residual, self.post_attention_norm, self.eps)
+        summand = self._normed(attended, self.attention_out_norm)
+        x = self.ops.add_rms_norm(summand, residual, self.post_attention_norm, self.eps)
         added = self.feed_forward(x, context.low_rank_slots_of(rows), context.expert_choices)
-        return self.parallel.all_reduce(added), residual
+        return self._normed(self.parallel.all_reduce(added), self.feed_forward_out_norm), residual
+
+    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else self.ops.rms_norm(x, weight, self.eps)

@@ -24,6 +24,7 @@ _QWEN_EXPERTS = (
 )
 _FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text")
 _ACTIVATIONS = {"gemma3_text": "gelu_pytorch_tanh"}  # of the others, silu
+_GATES = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # names of the ops
 # Families in which each layer states its own kind, with a window or without.
 _FAMILIES_OF_LAYER_TYPES = frozenset({"qwen2", "qwen3", "gemma3_text"})
 # With other types, a row's angles depend on the longest row of the batch, or on its own length.
@@ -58,12 +59,16 @@ class DecoderSpec:
     intermediate_size: int
     vocab_size: int
     eps: float
+    gate: str  # see PackGatedLinear
     has_qk_norm: bool
+    has_out_norms: bool  # of what attention and the feed-forward network add to the residual
+    norms_are_offset: bool  # the checkpoint has the weights of norms less 1
     has_qkv_bias: bool
     has_out_bias: bool  # attention's output projection
     has_mlp_bias: bool  # in dense layers
     is_joined: bool  # the checkpoint has Q, K and V as one weight, gate and up as another
     ties_embeddings: bool
+    embedding_scale: float | None  # by which embeddings are multiplied
     attention_scale: float  # of a query's product with a key
     windows: tuple[int | None, ...]  # per layer
     experts: tuple[ExpertsSpec | None, ...]  # per layer; None is a dense network
@@ -117,12 +122,16 @@ def read_spec(config: Any) -> DecoderSpec:
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         eps=config.rms_norm_eps,
+        gate=_GATES[expected],
         has_qk_norm=is_gemma or family.startswith("qwen3"),
+        has_out_norms=is_gemma,
+        norms_are_offset=is_gemma,
         has_qkv_bias=family == "qwen2" or has_attention_bias,
         has_out_bias=has_attention_bias,
         has_mlp_bias=family == "llama" and bool(config.mlp_bias),
         is_joined=family == "phi3",
         ties_embeddings=bool(config.tie_word_embeddings),
+        embedding_scale=config.hidden_size**0.5 if is_gemma else None,
         attention_scale=(config.query_pre_attn_scalar if is_gemma else _head_dim(config)) ** -0.5,
         windows=_windows(config),
         experts=tuple(_experts(config, layer) for layer in range(num_layers)),

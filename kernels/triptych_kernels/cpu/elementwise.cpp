@@ -34,10 +34,23 @@ void for_rows(int64_t num_rows, int64_t width, const Body& body) {
     });
 }
 
-// out = x / sqrt(mean(x^2) + eps) * weight; with ADD, x + residual replaces x and is stored in residual first.
-template <class Kind, bool ADD>
+// body(kind of the rows, kind of the weights of norms), which may be fp32 for rows of bf16.
+template <class Body>
+void for_kinds(bool rows_are_bf16, bool weights_are_fp32, const Body& body) {
+    if (!rows_are_bf16) {
+        body(Fp32(), Fp32());
+    } else if (weights_are_fp32) {
+        body(Bf16(), Fp32());
+    } else {
+        body(Bf16(), Bf16());
+    }
+}
+
+// out = x / sqrt(mean(x^2) + eps) * weight; with ADD, x + residual replaces x and is stored in residual first. out may
+// be x.
+template <class Kind, class Weights, bool ADD>
 void norm_row(
-    const typename Kind::Element* x, typename Kind::Element* residual, const typename Kind::Element* weight,
+    const typename Kind::Element* x, typename Kind::Element* residual, const typename Weights::Element* weight,
     int64_t width, float eps, typename Kind::Element* out) {
     Floats sums[4] = {zeros(), zeros(), zeros(), zeros()};
     const auto add_square = [&](int64_t i, auto lanes, Floats& sum) {
@@ -61,7 +74,7 @@ void norm_row(
     const Floats scale = splat(1.0f / std::sqrt(mean + eps));
     for_vectors(width, [&](int64_t i, auto lanes) {
         const Floats value = Kind::load((ADD ? residual : x) + i, lanes);
-        Kind::store(out + i, lanes, mul(mul(value, scale), Kind::load(weight + i, lanes)));
+        Kind::store(out + i, lanes, mul(mul(value, scale), Weights::load(weight + i, lanes)));
     });
 }
 
@@ -70,47 +83,51 @@ struct Norm {
     float eps;
 };
 
-template <class Kind>
+template <class Kind, class Weights>
 void norm_rows(const Norm& call) {
     using Element = typename Kind::Element;
     const auto* x = reinterpret_cast<const Element*>(call.x);
     auto* residual = reinterpret_cast<Element*>(call.residual);
-    const auto* weight = reinterpret_cast<const Element*>(call.weight);
+    const auto* weight = reinterpret_cast<const typename Weights::Element*>(call.weight);
     auto* out = reinterpret_cast<Element*>(call.out);
     for_rows(call.num_outer * call.num_inner, call.width, [&](int64_t row) {
         const Element* from =
             x + row / call.num_inner * call.outer_stride + row % call.num_inner * call.inner_stride;
         if (residual == nullptr) {
-            norm_row<Kind, false>(from, nullptr, weight, call.width, call.eps, out + row * call.width);
+            norm_row<Kind, Weights, false>(from, nullptr, weight, call.width, call.eps, out + row * call.width);
         } else {
-            norm_row<Kind, true>(
+            norm_row<Kind, Weights, true>(
                 from, residual + row * call.residual_stride, weight, call.width, call.eps, out + row * call.width);
         }
     });
 }
 
 Outcome run_norm(const int64_t* n) {
-    const Norm call{n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], static_cast<float>(fraction(n[11]))};
-    n[10] ? norm_rows<Bf16>(call) : norm_rows<Fp32>(call);
+    const Norm call{n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], static_cast<float>(fraction(n[12]))};
+    for_kinds(n[10] != 0, n[11] != 0, [&](auto kind, auto weights) {
+        norm_rows<decltype(kind), decltype(weights)>(call);
+    });
     return {};
 }
 
-// out = gate / (1 + e^-gate) * up.  x: [T, 2 F], gates first.
+// out = silu(gate) * up, or gelu(gate) * up.  x: [T, 2 F], gates first.
 template <class Kind>
-void silu_rows(int64_t from, int64_t to, int64_t num_rows, int64_t width, int64_t stride) {
+void gate_rows(const int64_t* n) {
     using Element = typename Kind::Element;
+    const int64_t num_rows = n[2], width = n[3], stride = n[4];
+    const auto kind = static_cast<Gate>(n[6]);
     for_rows(num_rows, width, [&](int64_t row) {
-        const Element* gates = reinterpret_cast<const Element*>(from) + row * stride;
-        Element* out = reinterpret_cast<Element*>(to) + row * width;
+        const Element* gates = reinterpret_cast<const Element*>(n[0]) + row * stride;
+        Element* out = reinterpret_cast<Element*>(n[1]) + row * width;
         for_vectors(width, [&](int64_t i, auto lanes) {
             const Floats gate = Kind::load(gates + i, lanes), up = Kind::load(gates + width + i, lanes);
-            Kind::store(out + i, lanes, mul(Kind::silu(gate), up));
+            Kind::store(out + i, lanes, mul(activated<Kind>(kind, gate), up));
         });
     });
 }
 
-Outcome run_silu_and_mul(const int64_t* n) {
-    n[5] ? silu_rows<Bf16>(n[0], n[1], n[2], n[3], n[4]) : silu_rows<Fp32>(n[0], n[1], n[2], n[3], n[4]);
+Outcome run_gate_and_mul(const int64_t* n) {
+    n[5] ? gate_rows<Bf16>(n) : gate_rows<Fp32>(n);
     return {};
 }
 
@@ -185,15 +202,15 @@ void copy_bytes(const void* from, int64_t num_bytes, void* to) {
 }
 
 // Norms a head if weight is given, rotates its first values, and stores it; `to` may be `from`.
-template <class Kind>
+template <class Kind, class Weights>
 void turn_head(
     const Rotary& call, const typename Kind::Element* from, int64_t norm, const float* cosines,
     typename Kind::Element* to) {
     using Element = typename Kind::Element;
     Element normed[kMaxHeadDim];
     if (norm != 0) {
-        const auto* weight = reinterpret_cast<const Element*>(norm);
-        norm_row<Kind, false>(from, nullptr, weight, call.head_dim, call.eps, normed);
+        const auto* weight = reinterpret_cast<const typename Weights::Element*>(norm);
+        norm_row<Kind, Weights, false>(from, nullptr, weight, call.head_dim, call.eps, normed);
         from = normed;
     }
     const int64_t half = call.rotary_dim / 2;
@@ -206,7 +223,7 @@ void turn_head(
             from + call.rotary_dim, (call.head_dim - call.rotary_dim) * sizeof(Element), to + call.rotary_dim);
 }
 
-template <class Kind>
+template <class Kind, class Weights>
 void turn_rows(const Rotary& call) {
     using Element = typename Kind::Element;
     const Slots slots = call.cache_slots();
@@ -215,7 +232,7 @@ void turn_rows(const Rotary& call) {
         Element* row = reinterpret_cast<Element*>(call.qkv) + token * call.row_stride;
         const float* cosines = reinterpret_cast<const float*>(call.cos_sin) + positions[token] * call.rotary_dim;
         for (int64_t head = 0; head < call.num_heads; ++head)
-            turn_head<Kind>(
+            turn_head<Kind, Weights>(
                 call, row + head * call.head_dim, call.query_norm, cosines, row + head * call.head_dim);
         if (slots.slots[token] < 0) return;
         const int64_t first_offset = slots.offset(token);
@@ -224,7 +241,7 @@ void turn_rows(const Rotary& call) {
         for (int64_t head = 0; head < call.num_kv_heads; ++head) {
             const int64_t offset = (first_offset + head * call.block_size) * call.head_dim;
             Element* to = reinterpret_cast<Element*>(call.keys) + offset;
-            turn_head<Kind>(call, keys + head * call.head_dim, call.key_norm, cosines, to);
+            turn_head<Kind, Weights>(call, keys + head * call.head_dim, call.key_norm, cosines, to);
             copy_bytes(
                 values + head * call.head_dim, call.head_dim * sizeof(Element),
                 reinterpret_cast<Element*>(call.values) + offset);
@@ -234,7 +251,7 @@ void turn_rows(const Rotary& call) {
 
 Outcome run_rotary(const int64_t* n) {
     const Rotary call{n[0], n[1],  n[2],  n[3],  n[4],  n[5],  n[6],  n[7],
-                      n[8], n[9], n[10], n[11], n[12], n[13], n[14], n[15], n[16], static_cast<float>(fraction(n[18]))};
+                      n[8], n[9], n[10], n[11], n[12], n[13], n[14], n[15], n[16], static_cast<float>(fraction(n[19]))};
     const auto* positions = reinterpret_cast<const int64_t*>(call.positions);
     const auto is_known = [&](int64_t position) { return position >= 0 && position < call.max_positions; };
     if (call.head_dim > kMaxHeadDim || !std::all_of(positions, positions + call.num_tokens, is_known) ||
@@ -244,7 +261,9 @@ Outcome run_rotary(const int64_t* n) {
             static_cast<long long>(call.max_positions), static_cast<long long>(call.num_slots),
             static_cast<long long>(kMaxHeadDim));
     }
-    n[17] ? turn_rows<Bf16>(call) : turn_rows<Fp32>(call);
+    for_kinds(n[17] != 0, n[18] != 0, [&](auto kind, auto weights) {
+        turn_rows<decltype(kind), decltype(weights)>(call);
+    });
     return {};
 }
 
@@ -324,15 +343,15 @@ Outcome run_take_rows(const int64_t* n) {
 }
 
 constexpr Kernel kRmsNorm{
-    "rms_norm", nullptr, 11, 1, run_norm, nullptr, "rms_norm(addresses, sizes, strides, eps): see elementwise.py."};
-constexpr Kernel kSiluAndMul{
-    "silu_and_mul", nullptr, 6, 0, run_silu_and_mul, nullptr,
-    "silu_and_mul(addresses, sizes, stride): see elementwise.py."};
+    "rms_norm", nullptr, 12, 1, run_norm, nullptr, "rms_norm(addresses, sizes, strides, eps): see elementwise.py."};
+constexpr Kernel kGateAndMul{
+    "gate_and_mul", nullptr, 7, 0, run_gate_and_mul, nullptr,
+    "gate_and_mul(addresses, sizes, stride, is_bf16, gate): see elementwise.py."};
 constexpr Kernel kKvWrite{
     "kv_write", nullptr, 15, 0, run_kv_write, nullptr,
     "kv_write(addresses, strides and sizes in bytes): see elementwise.py."};
 constexpr Kernel kRotaryKvWrite{
-    "rotary_kv_write", nullptr, 18, 1, run_rotary, nullptr,
+    "rotary_kv_write", nullptr, 19, 1, run_rotary, nullptr,
     "rotary_kv_write(addresses, sizes, eps): see elementwise.py."};
 constexpr Kernel kGreedy{
     "greedy", nullptr, 7, 0, run_greedy, nullptr, "greedy(addresses, sizes, stride): see elementwise.py."};
@@ -344,14 +363,14 @@ constexpr Kernel kTakeRows{
 
 PyMethodDef TRIPTYCH_METHODS(elementwise)[] = {
     TRIPTYCH_KERNEL_METHOD(kRmsNorm),
-    TRIPTYCH_KERNEL_METHOD(kSiluAndMul),
+    TRIPTYCH_KERNEL_METHOD(kGateAndMul),
     TRIPTYCH_KERNEL_METHOD(kKvWrite),
     TRIPTYCH_KERNEL_METHOD(kRotaryKvWrite),
     TRIPTYCH_KERNEL_METHOD(kGreedy),
     TRIPTYCH_KERNEL_METHOD(kTakeRows),
     {nullptr, nullptr, 0, nullptr}};
 const triptych::Kernel* const TRIPTYCH_KERNELS_OF(elementwise)[] = {
-    &triptych::kRmsNorm, &triptych::kSiluAndMul, &triptych::kKvWrite, &triptych::kRotaryKvWrite,
+    &triptych::kRmsNorm, &triptych::kGateAndMul, &triptych::kKvWrite, &triptych::kRotaryKvWrite,
     &triptych::kGreedy,  &triptych::kTakeRows,   nullptr};
 
 #else

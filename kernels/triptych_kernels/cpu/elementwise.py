@@ -12,16 +12,18 @@ from torch import Tensor
 
 from triptych_kernels.cpu.loader import Isa
 from triptych_kernels.reference import REFERENCE
+from triptych_kernels.reference.activation import GATED
 
 _BF16, _FP32, _INT64 = torch.bfloat16, torch.float32, torch.int64
 _DTYPES = (_BF16, _FP32)
 MAX_HEAD_DIM = 1024
+GATES = {"silu": 0, "gelu_tanh": 1}  # as numbered in vector_math.h
 
 
 def rms_norm(isa: Isa, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See the reference.  x: [..., hidden]; rows, and the heads of [T, H, hidden], may be strided."""
     dtype, shape, strides = x.dtype, x.shape, x.stride()
-    if dtype not in _DTYPES or weight.dtype is not dtype or not weight.is_contiguous():
+    if dtype not in _DTYPES or not _weighs(weight, dtype):
         return REFERENCE.rms_norm(x, weight, eps)
     width, num_dims = shape[-1], len(shape)
     if num_dims > 3 or strides[-1] != 1:
@@ -45,6 +47,7 @@ def rms_norm(isa: Isa, x: Tensor, weight: Tensor, eps: float) -> Tensor:
             0,
             width,
             dtype is _BF16,
+            weight.dtype is _FP32,
             eps,
         )
     return out
@@ -57,10 +60,9 @@ def add_rms_norm(isa: Isa, x: Tensor, residual: Tensor, weight: Tensor, eps: flo
     if (
         dtype not in _DTYPES
         or residual.dtype is not dtype
-        or weight.dtype is not dtype
+        or not _weighs(weight, dtype)
         or x_last != 1
         or last != 1
-        or not weight.is_contiguous()
     ):
         return REFERENCE.add_rms_norm(x, residual, weight, eps)
     if residual.shape != x.shape:
@@ -80,9 +82,15 @@ def add_rms_norm(isa: Isa, x: Tensor, residual: Tensor, weight: Tensor, eps: flo
             stride,
             width,
             dtype is _BF16,
+            weight.dtype is _FP32,
             eps,
         )
     return out
+
+
+def _weighs(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernels norm rows of this dtype with the weight: it may be more precise than they are."""
+    return weight.dtype in (dtype, _FP32) and weight.is_contiguous()
 
 
 def _check_weight(weight: Tensor, width: int) -> None:
@@ -90,14 +98,16 @@ def _check_weight(weight: Tensor, width: int) -> None:
         raise ValueError(f"weight has {weight.numel()} numbers, a row {width}")
 
 
-def silu_and_mul(isa: Isa, x: Tensor) -> Tensor:
-    """See the reference.  x: [T, 2 F], rows may be strided."""
+def gate_and_mul(isa: Isa, gate: str, x: Tensor) -> Tensor:
+    """See the reference of the gate's op.  x: [T, 2 F], rows may be strided.  gate: of GATES."""
     dtype, shape, strides = x.dtype, x.shape, x.stride()
     if dtype not in _DTYPES or len(shape) != 2 or strides[1] != 1 or shape[1] % 2:
-        return REFERENCE.silu_and_mul(x)
+        return GATED[gate](x)
     num_rows, width = shape[0], shape[1] // 2
     out = torch.empty((num_rows, width), dtype=dtype)
-    isa.native.silu_and_mul(x.data_ptr(), out.data_ptr(), num_rows, width, strides[0], dtype is _BF16)
+    isa.native.gate_and_mul(
+        x.data_ptr(), out.data_ptr(), num_rows, width, strides[0], dtype is _BF16, GATES[gate]
+    )
     return out
 
 
@@ -188,7 +198,8 @@ def rotary_kv_write(
         or value_cache.dtype is not dtype
         or cos_sin.dtype is not _FP32
         or not (key_cache.is_contiguous() and value_cache.is_contiguous() and cos_sin.is_contiguous())
-        or any(norm.dtype is not dtype or not norm.is_contiguous() for norm in norms)
+        or not all(_weighs(norm, dtype) for norm in norms)
+        or len({norm.dtype for norm in norms}) > 1
     ):
         return REFERENCE.rotary_kv_write(
             qkv, positions, cos_sin, slot_mapping, key_cache, value_cache,
@@ -210,7 +221,8 @@ def rotary_kv_write(
         key_cache.data_ptr(), value_cache.data_ptr(),
         norms[0].data_ptr() if norms else 0, norms[1].data_ptr() if norms else 0,
         row_stride, num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim,
-        num_blocks * block_size, block_size, max_positions, dtype is _BF16, eps,
+        num_blocks * block_size, block_size, max_positions, dtype is _BF16,
+        any(norm.dtype is _FP32 for norm in norms), eps,
     )  # fmt: skip
     return None
 

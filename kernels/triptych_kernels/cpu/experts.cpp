@@ -139,7 +139,7 @@ void pack_chunk(const PackedWeight& weight, int64_t first, int64_t count, uint32
 template <class Dtype>
 void silu_times_up(const float* gate, const float* up, typename Dtype::Element* out) {
     for (int64_t column = 0; column < kPanelColumns; column += 16) {
-        const Floats silu = Dtype::silu(load(gate + column));
+        const Floats silu = activated<Dtype>(Gate::kSilu, load(gate + column));
         Dtype::store(out + column, mul(silu, load(up + column)));
     }
 }

@@ -37,27 +37,25 @@ _OF_GROUP = ("slots", "tables", "starts", "totals", "num_table_rows", "num_colum
 _OF_LAYER = ("keys", "values")
 
 
-def fuse_layers(
-    isa: Isa, layers: Sequence[DenseLayer], final_norm: Tensor, cos_sin: Tensor
-) -> FusedLayers | None:
+def fuse_layers(isa: Isa, layers: Sequence[DenseLayer], final_norm: Tensor) -> FusedLayers | None:
     """See ops.Ops.fuse_layers.  isa: the instruction set of the kernels."""
     # Unsupported cases are left to the ops, which serve them or raise an error.
-    if (
-        final_norm.dtype not in _DTYPES
-        or not final_norm.is_contiguous()
-        or cos_sin.dtype is not torch.float32
-        or not cos_sin.is_contiguous()
-        or not all(_is_served(layer, final_norm, cos_sin.shape[1]) for layer in layers)
-    ):
-        return None
-    return _NativeLayers(isa, tuple(layers), final_norm, cos_sin)
+    for dtype in _DTYPES:
+        if all(_is_served(layer, final_norm, dtype) for layer in layers):
+            return _NativeLayers(isa, tuple(layers), final_norm, dtype)
+    return None
 
 
-def _is_served(layer: DenseLayer, final_norm: Tensor, rotary_dim: int) -> bool:
-    dtype, (hidden,), dim = final_norm.dtype, final_norm.shape, layer.head_dim
+def _is_served(layer: DenseLayer, final_norm: Tensor, dtype: torch.dtype) -> bool:
+    """dtype: of the rows."""
+    (hidden,), dim, cos_sin = final_norm.shape, layer.head_dim, layer.cos_sin
     num_heads, num_kv_heads, width = layer.num_heads, layer.num_kv_heads, layer.gate_up.out_features
-    norms = [(layer.input_norm, hidden), (layer.post_attention_norm, hidden)]
-    norms += [(norm, dim) for norm in (layer.query_norm, layer.key_norm) if norm is not None]
+    of_heads = [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
+    norms = [(norm, hidden) for norm in (layer.input_norm, layer.post_attention_norm, final_norm)]
+    norms += [
+        (norm, hidden) for norm in (layer.attention_out_norm, layer.feed_forward_out_norm) if norm is not None
+    ]
+    norms += [(norm, dim) for norm in of_heads]
     linears = (
         (layer.qkv, hidden, (num_heads + 2 * num_kv_heads) * dim),
         (layer.out, num_heads * dim, hidden),
@@ -67,10 +65,16 @@ def _is_served(layer: DenseLayer, final_norm: Tensor, rotary_dim: int) -> bool:
     return (
         num_heads % num_kv_heads == 0
         and dim <= MAX_HEAD_DIM
-        and rotary_dim <= dim
-        and rotary_dim % 2 == 0
+        and cos_sin.dtype is torch.float32
+        and cos_sin.is_contiguous()
+        and cos_sin.shape[1] <= dim
+        and cos_sin.shape[1] % 2 == 0
         and (layer.query_norm is None) == (layer.key_norm is None)
-        and all(norm.dtype is dtype and norm.is_contiguous() and norm.shape == (n,) for norm, n in norms)
+        and len({norm.dtype for norm in of_heads}) <= 1
+        and all(
+            norm.dtype in (dtype, torch.float32) and norm.is_contiguous() and norm.shape == (n,)
+            for norm, n in norms
+        )
         and all(
             isinstance(linear, NativeLinear)
             and linear.keeps(dtype)
@@ -103,9 +107,11 @@ def _additions(layer: DenseLayer) -> list[tuple[LowRank | None, int, int]]:
 class _NativeLayers:
     """See ops.FusedLayers."""
 
-    def __init__(self, isa: Isa, layers: tuple[DenseLayer, ...], final_norm: Tensor, cos_sin: Tensor) -> None:
-        self._isa, self._layers, self._final_norm, self._cos_sin = isa, layers, final_norm, cos_sin
-        self._dtype, self._hidden = final_norm.dtype, final_norm.shape[0]
+    def __init__(
+        self, isa: Isa, layers: tuple[DenseLayer, ...], final_norm: Tensor, dtype: torch.dtype
+    ) -> None:
+        self._isa, self._layers, self._final_norm = isa, layers, final_norm
+        self._dtype, self._hidden = dtype, final_norm.shape[0]
         # Per row in each buffer, that of the widest layer.
         self._widths = {
             "normed": self._hidden,
@@ -234,15 +240,9 @@ class _NativeLayers:
             self._add_attention(program, index, groups[index])
             attended = named("attended").by_row(layer.out.in_features * self._dtype.itemsize)
             with program.over_rows(named("num_tokens"), at_once):
-                self._add_mlp(program, layer, attended, x, named("num_tokens"), added)
+                summand = self._add_mlp(program, layer, attended, x, named("num_tokens"), added)
                 self._add_norm(
-                    program,
-                    named("projected"),
-                    x,
-                    following.input_norm,
-                    normed,
-                    named("num_tokens"),
-                    following.eps,
+                    program, summand, x, following.input_norm, normed, named("num_tokens"), following.eps
                 )
                 self._add_qkv(program, index + 1, groups[index + 1], added)
         last = self._layers[-1]
@@ -256,9 +256,9 @@ class _NativeLayers:
                 named("num_rows"), named("kept_low_rank_slots"),
             )  # fmt: skip
         with program.over_rows(named("num_rows"), at_once):
-            self._add_mlp(program, last, attended, x, named("num_rows"), kept_added)
+            summand = self._add_mlp(program, last, attended, x, named("num_rows"), kept_added)
             out = named("out").by_row(self._row_bytes)
-            self._add_norm(program, named("projected"), x, self._final_norm, out, named("num_rows"), last.eps)
+            self._add_norm(program, summand, x, self._final_norm, out, named("num_rows"), last.eps)
 
     def _add_rows(self, program: Program, x: Register, width: int, out: Register) -> Register:
         """Selects from [T, width] the rows that the head reads."""
@@ -279,7 +279,7 @@ class _NativeLayers:
         width = self._hidden
         program.add(
             "rms_norm", x, residual, weight.data_ptr(), out, 1, count, 0, width, width, width,
-            self._is_bf16, eps,
+            self._is_bf16, weight.dtype is torch.float32, eps,
         )  # fmt: skip
 
     def _add_qkv(self, program: Program, index: int, group: int, added: Register | None) -> None:
@@ -287,13 +287,14 @@ class _NativeLayers:
         named, layer, width = program.register, self._layers[index], self._layers[index].qkv.out_features
         qkv, tokens = named("qkv").by_row(width * self._dtype.itemsize), named("num_tokens")
         positions, slots = (named(name).by_row(_NUMBER_BYTES) for name in ("positions", f"slots {group}"))
-        low_rank = layer.low_rank or LayerLowRank()
+        low_rank, (max_positions, rotary_dim) = layer.low_rank or LayerLowRank(), layer.cos_sin.shape
+        norms_are_fp32 = layer.query_norm is not None and layer.query_norm.dtype is torch.float32
         _add_linear(program, layer.qkv, named("normed"), qkv, tokens, low_rank.qkv, added)
         program.add(
-            "rotary_kv_write", qkv, positions, self._cos_sin.data_ptr(), slots, named(f"keys of {index}"),
+            "rotary_kv_write", qkv, positions, layer.cos_sin.data_ptr(), slots, named(f"keys of {index}"),
             named(f"values of {index}"), _address(layer.query_norm), _address(layer.key_norm), width,
-            tokens, layer.num_heads, layer.num_kv_heads, layer.head_dim, self._cos_sin.shape[1],
-            named("num_slots"), named("block_size"), self._cos_sin.shape[0], self._is_bf16, layer.eps,
+            tokens, layer.num_heads, layer.num_kv_heads, layer.head_dim, rotary_dim, named("num_slots"),
+            named("block_size"), max_positions, self._is_bf16, norms_are_fp32, layer.eps,
         )  # fmt: skip
 
     def _add_attention(self, program: Program, index: int, group: int) -> None:
@@ -303,7 +304,7 @@ class _NativeLayers:
             named("attended"), 0, layer.qkv.out_features, layer.head_dim, named("num_tokens"),
             layer.num_heads, layer.num_kv_heads, named("num_blocks"), named("block_size"), layer.head_dim,
             layer.head_dim, self._is_bf16, self._isa.with_amx, layer.window or 0,
-            *(named(f"{name} {group}") for name in _OF_GROUP[1:]), layer.head_dim**-0.5, 0.0,
+            *(named(f"{name} {group}") for name in _OF_GROUP[1:]), layer.scale, 0.0,
         )  # fmt: skip
 
     def _add_mlp(
@@ -314,14 +315,29 @@ class _NativeLayers:
         residual: Register,
         count: Register,
         added: Register | None,
-    ) -> None:
-        """Project attention's results, add the residual and compute the feed-forward network."""
+    ) -> Register:
+        """Project attention's results, add the residual and compute the feed-forward network.
+
+        Returns what is to be added to the residual.
+        """
         normed, projected, gated = map(program.register, _AT_HAND)
         low_rank = layer.low_rank or LayerLowRank()
         _add_linear(program, layer.out, attended, projected, count, low_rank.out, added)
-        self._add_norm(program, projected, residual, layer.post_attention_norm, normed, count, layer.eps)
+        summand = self._add_out_norm(program, layer, layer.attention_out_norm, count)
+        self._add_norm(program, summand, residual, layer.post_attention_norm, normed, count, layer.eps)
         _add_linear(program, layer.gate_up, normed, gated, count, low_rank.gate_up, added)
         _add_linear(program, layer.down, gated, projected, count, low_rank.down, added)
+        return self._add_out_norm(program, layer, layer.feed_forward_out_norm, count)
+
+    def _add_out_norm(
+        self, program: Program, layer: DenseLayer, norm: Tensor | None, count: Register
+    ) -> Register:
+        """Norm what is projected, if there is a norm for it. Returns the result."""
+        projected, normed = program.register("projected"), program.register("normed")
+        if norm is None:
+            return projected
+        self._add_norm(program, projected, 0, norm, normed, count, layer.eps)
+        return normed
 
     @property
     def _row_bytes(self) -> int:

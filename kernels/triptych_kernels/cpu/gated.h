@@ -72,7 +72,7 @@ private:
         for (int r = 0; r < R; ++r, to += num_columns) {
             Floats value = finished(sums[r][v], panel, v);
             if (!is_gate) {
-                value = mul(Dtype::silu(Dtype::load(to, mask)), value);
+                value = mul(activated<Dtype>(Gate::kSilu, Dtype::load(to, mask)), value);
             }
             Dtype::store(to, mask, value);
         }
@@ -86,7 +86,7 @@ private:
         for (int r = 0; r < R; ++r, to += num_columns) {
             const Floats gate = finished(sums[r][kVectors * p + v], panel, v);
             const Floats up = finished(sums[r][kVectors * (p + 1) + v], panel + 1, v);
-            Dtype::store(to, mask, mul(Dtype::silu(gate), up));
+            Dtype::store(to, mask, mul(activated<Dtype>(Gate::kSilu, gate), up));
         }
     }
 };

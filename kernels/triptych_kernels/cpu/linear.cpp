@@ -45,7 +45,8 @@ struct LinearPart {
 struct LinearPlan {
     std::vector<LinearPart> parts;  // at least one, and no more if the plan is gated
     bool out_is_bf16;
-    int64_t num_gated;  // columns of silu(gate) * up if panels of gates and ups alternate; else 0
+    int64_t num_gated;  // columns of gate(gates) * ups if panels of gates and ups alternate; else 0
+    Gate gate;
 
     // Whose rows are laid out as those of any part, but for groups.
     const PackedWeight& first() const { return parts.front().weight; }
@@ -236,8 +237,8 @@ int64_t panels_a_task(const LinearPart& part, int64_t num_rows) {
     return panels_a_task(part.weight.for_rows(num_rows), num_rows);
 }
 
-// Without additions: tiles store what is final.
-bool run_chunk(const LinearPlan& plan, const LinearCall& call) {
+// Without additions, and with silu if it is gated: tiles store what is final.
+bool run_chunk_at_once(const LinearPlan& plan, const LinearCall& call) {
     const auto run_part = [&](const LinearPart& part, const auto& store) {
         return multiply_chunk(part.weight, call.x, call.x_stride_bytes, call.num_rows,
                               panels_a_task(part, call.num_rows),
@@ -261,7 +262,7 @@ bool run_chunk(const LinearPlan& plan, const LinearCall& call) {
 
 // Numbers that are added to a projection before it is rounded, for all of its columns or some.
 struct Addend {
-    const float* numbers;  // null: memory could not be allocated
+    const float* numbers;  // null: nothing is added
     int64_t row_stride;
     int64_t first_column;  // of `numbers`
     int64_t ups;           // of a gated projection: their distance from the gates of the same columns
@@ -280,33 +281,35 @@ void store_added(const LinearPlan& plan, const LinearCall& call, const TaskSums&
     const int64_t width = (sums.end - sums.first) * kPanelColumns;
     for (int64_t row = 0; row < call.num_rows; ++row) {
         const float* added = addend.numbers + row * addend.row_stride - addend.first_column;
+        const auto total = [&](const float* sum, int64_t column, auto lanes) {
+            return addend.numbers == nullptr ? load(sum) : add(load(sum), Fp32::load(added + column, lanes));
+        };
         const float* from = sums.numbers + row * width;
         auto* out = reinterpret_cast<typename Dtype::Element*>(call.out) + row * plan.out_width();
         if (plan.num_gated == 0) {
             const int64_t begin = sums.first * kPanelColumns;
             out += sums.part.first_column + begin;
             for_vectors(std::min(width, sums.part.weight.out_features - begin), [&](int64_t i, auto lanes) {
-                Dtype::store(out + i, lanes, add(load(from + i), Fp32::load(added + begin + i, lanes)));
+                Dtype::store(out + i, lanes, total(from + i, begin + i, lanes));
             });
             continue;
         }
         for (int64_t panel = sums.first; panel < sums.end; panel += 2, from += 2 * kPanelColumns) {
             const int64_t begin = panel / 2 * kPanelColumns;
             for_vectors(std::min<int64_t>(kPanelColumns, plan.num_gated - begin), [&](int64_t i, auto lanes) {
-                const auto finished = [&](const float* sum, const float* more) {
-                    return Dtype::rounded(add(load(sum + i), Fp32::load(more + begin + i, lanes)));
-                };
-                const Floats gate = finished(from, added), up = finished(from + kPanelColumns, added + addend.ups);
-                Dtype::store(out + begin + i, lanes, mul(Dtype::silu(gate), up));
+                const Floats gate = Dtype::rounded(total(from + i, begin + i, lanes));
+                const Floats up = Dtype::rounded(total(from + kPanelColumns + i, addend.ups + begin + i, lanes));
+                Dtype::store(out + begin + i, lanes, mul(activated<Dtype>(plan.gate, gate), up));
             });
         }
     }
 }
 
-// With additions: addend_of(part, first, end) is that of a task with these panels. Tiles store their sums, since a
-// branch in the store of a tile would cost projections without additions up to 5 %.
+// With any additions and gate: tiles store their sums, and a pass over a task's columns does the rest, since a branch
+// in the store of a tile would cost all projections up to 5 %. addend_of(part, first, end) is that of a task with these
+// panels; none if memory cannot be allocated.
 template <class AddendOf>
-bool run_chunk_adding(const LinearPlan& plan, const LinearCall& call, const AddendOf& addend_of) {
+bool run_chunk_by_sums(const LinearPlan& plan, const LinearCall& call, const AddendOf& addend_of) {
     const int64_t cached = kAddendInCache / (4 * kPanelColumns * call.num_rows) / 4 * 4;
     return std::all_of(plan.parts.begin(), plan.parts.end(), [&](const LinearPart& part) {
         const int64_t task_panels = std::min(panels_a_task(part, call.num_rows), std::max<int64_t>(4, cached));
@@ -319,8 +322,8 @@ bool run_chunk_adding(const LinearPlan& plan, const LinearCall& call, const Adde
             // Tiles store a panel at its column of the part. Bias and scales are padded to whole panels.
             const StoreRows store{part.bias, part.scales, numbers - 4 * first * kPanelColumns, width,
                                   part.weight.num_panels() * kPanelColumns, false, nullptr};
-            const Addend addend = addend_of(part, first, end);
-            if (addend.numbers == nullptr || !multiply(store)) {
+            const std::optional<Addend> addend = addend_of(part, first, end);
+            if (!addend || !multiply(store)) {
                 return false;
             }
             std::optional<FlushDenormals> flush;
@@ -328,12 +331,21 @@ bool run_chunk_adding(const LinearPlan& plan, const LinearCall& call, const Adde
                 flush.emplace();
             }
             const TaskSums sums{part, reinterpret_cast<const float*>(numbers), first, end};
-            plan.out_is_bf16 ? store_added<Bf16>(plan, call, sums, addend)
-                             : store_added<Fp32>(plan, call, sums, addend);
+            plan.out_is_bf16 ? store_added<Bf16>(plan, call, sums, *addend)
+                             : store_added<Fp32>(plan, call, sums, *addend);
             return true;
         };
         return multiply_chunk(part.weight, call.x, call.x_stride_bytes, call.num_rows, task_panels, run_task);
     });
+}
+
+// Without additions.
+bool run_chunk(const LinearPlan& plan, const LinearCall& call) {
+    if (plan.num_gated == 0 || plan.gate == Gate::kSilu) {
+        return run_chunk_at_once(plan, call);
+    }
+    return run_chunk_by_sums(
+        plan, call, [](const LinearPart&, int64_t, int64_t) { return std::optional<Addend>(Addend{}); });
 }
 
 // body(chunk, its first row) for chunks of the rows, until one is false.
@@ -357,8 +369,9 @@ bool run_linear(const LinearPlan& plan, const LinearCall& call) {
         if (chunk.addend == nullptr) {
             return run_chunk(plan, chunk);
         }
-        return run_chunk_adding(plan, chunk, [&](const LinearPart& part, int64_t, int64_t) {
-            return Addend{chunk.addend + part.first_column, num_columns(plan), 0, plan.num_gated};
+        return run_chunk_by_sums(plan, chunk, [&](const LinearPart& part, int64_t, int64_t) {
+            return std::optional<Addend>(
+                Addend{chunk.addend + part.first_column, num_columns(plan), 0, plan.num_gated});
         });
     });
 }
@@ -376,11 +389,11 @@ bool run_low_rank_chunk(const LinearPlan& plan, const LinearCall& chunk, const L
     }
     rows.shrink(chunk.x, chunk.x_stride_bytes, shrunk);
     // A thread expands to the columns of its own task.
-    return run_chunk_adding(plan, chunk, [&](const LinearPart& part, int64_t first, int64_t end) {
+    const auto addend_of = [&](const LinearPart& part, int64_t first, int64_t end) -> std::optional<Addend> {
         const int64_t num_outputs = (end - first) * kPanelColumns;
         auto* room = static_cast<float*>(scratch(kScratchAddend, 4 * chunk.num_rows * num_outputs));
         if (room == nullptr) {
-            return Addend{};
+            return std::nullopt;
         }
         if (plan.num_gated == 0) {
             const int64_t begin = first * kPanelColumns, start = part.first_column + begin;
@@ -393,7 +406,8 @@ bool run_low_rank_chunk(const LinearPlan& plan, const LinearCall& chunk, const L
         rows.expand(begin, stop, room, num_outputs);
         rows.expand(plan.num_gated + begin, plan.num_gated + stop, room + half, num_outputs);
         return Addend{room, num_outputs, begin, half};
-    });
+    };
+    return run_chunk_by_sums(plan, chunk, addend_of);
 }
 
 // The additions alone.
@@ -525,14 +539,14 @@ PyObject* pack_weight(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 }
 
 PyObject* make_linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    constexpr int kPlanNumbers = 4, kPartNumbers = kLayoutNumbers + 6;
+    constexpr int kPlanNumbers = 5, kPartNumbers = kLayoutNumbers + 6;
     const Py_ssize_t num_parts = (count - kPlanNumbers) / kPartNumbers;
     std::vector<int64_t> numbers(kPlanNumbers + std::max<Py_ssize_t>(num_parts, 1) * kPartNumbers);
     if (!read_numbers("make_linear", arguments, count, numbers.data(), static_cast<Py_ssize_t>(numbers.size()))) {
         return nullptr;
     }
     const bool rows_are_fp32 = numbers[0] != 0, with_amx = numbers[3] != 0;
-    auto* plan = new LinearPlan{{}, numbers[1] != 0, numbers[2]};
+    auto* plan = new LinearPlan{{}, numbers[1] != 0, numbers[2], static_cast<Gate>(numbers[4])};
     int64_t first_column = 0;
     for (const int64_t* n = numbers.data() + kPlanNumbers; n < numbers.data() + numbers.size(); n += kPartNumbers) {
         const int64_t* own = n + kLayoutNumbers;
@@ -646,8 +660,8 @@ PyMethodDef TRIPTYCH_METHODS(linear)[] = {
                     "pack_weight(*layout, out, weight, row_stride, stored, scales, minima): lay a weight out as "
                     "panels; the last three of codes: stored maps a byte of the weight to what panels have."),
     TRIPTYCH_METHOD(make_linear,
-                    "make_linear(rows_are_fp32, out_is_bf16, num_gated, with_amx, *parts) -> plan. Of each part, whose "
-                    "outputs follow the last one's: *layout, panels, bias, scales, table, base, order."),
+                    "make_linear(rows_are_fp32, out_is_bf16, num_gated, with_amx, gate, *parts) -> plan. Of each part, "
+                    "whose outputs follow the last one's: *layout, panels, bias, scales, table, base, order."),
     TRIPTYCH_METHOD(rows_at_once, "rows_at_once(plan) -> the most rows that are packed, and multiplied, together."),
     TRIPTYCH_KERNEL_METHOD(kLinear),
     TRIPTYCH_KERNEL_METHOD(kLowRank),

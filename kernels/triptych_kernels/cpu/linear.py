@@ -1,6 +1,7 @@
 """Projections with weights packed for the native kernels. A row's result has the same bits in every batch.
 
-A gated one is silu(gate) * up of a projection to both, with the same bits as the two ops one after the other.
+A gated one is the activation of gates times ups of a projection to both, with the bits of the two ops one
+after the other.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from triptych_kernels.cpu.codes import Codes, find_codes
-from triptych_kernels.cpu.elementwise import silu_and_mul
+from triptych_kernels.cpu.elementwise import GATES, gate_and_mul
 from triptych_kernels.cpu.loader import Isa
 from triptych_kernels.cpu.panel_memory import PanelMemory
 from triptych_kernels.gated_linear import GatedLinear
@@ -93,11 +94,12 @@ class NativeLinear:
         dtype: torch.dtype,
         out_dtype: torch.dtype,
         num_gated: int = 0,
+        gate: str = "silu",
     ) -> None:
         """parts: of the weight, one below the other.  dtype: of x.
 
         num_gated: the number of gates, if there is one part, and it and bias are `alternating`.
-        isa: the instruction set of the kernels.
+        gate: of elementwise.GATES.  isa: the instruction set of the kernels.
         """
         # By name, so that the same can be made of them again: see parts.py.
         self.arguments = {name: value for name, value in locals().items() if name not in ("self", "isa")}
@@ -125,6 +127,7 @@ class NativeLinear:
             out_dtype is torch.bfloat16,
             num_gated,
             isa.with_amx and dtype is torch.bfloat16,
+            GATES[gate],
             *numbers,
         )
         # The maximum number of rows that are multiplied together: as many as the caches keep.
@@ -255,19 +258,22 @@ def pack_gated_linear(
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
     activations: str = "exact",
+    gate: str = "silu",
 ) -> Linear:
-    """See ops.Ops.pack_gated_linear; otherwise as pack_linear."""
+    """See ops.PackGatedLinear; otherwise as pack_linear."""
     out_dtype = weight.dtype if out_dtype is None else out_dtype
     if not _is_served(weight, bias, out_dtype, quantization) or weight.shape[0] % 2:
-        return REFERENCE.pack_gated_linear(weight, bias, out_dtype=out_dtype, quantization=quantization)
+        return REFERENCE.pack_gated_linear(
+            weight, bias, out_dtype=out_dtype, quantization=quantization, gate=gate
+        )
     if isinstance(weight, JoinedWeight) and not quantization:
         # Gates and ups of different kinds, whose panels cannot alternate.
         linear = pack_linear(isa, weight, bias, out_dtype=out_dtype, activations=activations)
-        return GatedLinear(linear, functools.partial(silu_and_mul, isa))
+        return GatedLinear(linear, functools.partial(gate_and_mul, isa, gate))
     packed = _packed(isa, weight, quantization, activations, is_gated=True)
     if bias is not None:
         bias = alternating(isa, bias.detach()[:, None])[:, 0]
-    return NativeLinear(isa, [packed], bias, weight.dtype, out_dtype, weight.shape[0] // 2)
+    return NativeLinear(isa, [packed], bias, weight.dtype, out_dtype, weight.shape[0] // 2, gate)
 
 
 def _packed(isa: Isa, weight: Weight, quantization: str, activations: str, is_gated: bool = False) -> Packed:

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triptych_kernels.cpu.elementwise import silu_and_mul
+from triptych_kernels.cpu.elementwise import GATES, gate_and_mul
 from triptych_kernels.cpu.experts import NativeExperts
 from triptych_kernels.cpu.linear import NativeLinear, Packed
 from triptych_kernels.cpu.loader import Isa
 from triptych_kernels.gated_linear import GatedLinear
 from triptych_kernels.ops import Experts, Linear, PackedParts
 
-_LINEAR, _GATED, _EXPERTS = "linear", "gated linear", "experts"
+_LINEAR, _EXPERTS = "linear", "experts"
+_GATED = {f"{gate} of linear": gate for gate in GATES}  # a projection whose gates are activated behind it
 # Of the members of an object of JSON that stands for something else: there is one.
 _TENSOR, _DTYPE, _PACKED = "tensor", "dtype", "packed"
 
@@ -25,8 +26,8 @@ _TENSOR, _DTYPE, _PACKED = "tensor", "dtype", "packed"
 def take_apart(isa: Isa, packed: Linear | Experts) -> PackedParts | None:
     """See ops.Ops.  Of what the reference computes there are none."""
     kind, made = _LINEAR, packed
-    if isinstance(packed, GatedLinear) and _is_silu_and_mul(isa, packed):
-        kind, made = _GATED, packed.gate_up
+    if isinstance(packed, GatedLinear) and (gate := _gate_of(packed)) is not None:
+        kind, made = f"{gate} of linear", packed.gate_up
     elif isinstance(packed, NativeExperts):
         kind = _EXPERTS
     if not isinstance(made, NativeLinear | NativeExperts):
@@ -41,22 +42,27 @@ def put_together(isa: Isa, parts: PackedParts) -> Linear | Experts:
     content: Any = parts.content  # Which may be broken.
     try:
         kind, encoded = content
+        gate = _GATED.get(kind)
         arguments = dict(_decoded(isa, encoded, parts.tensors))
         if kind == _EXPERTS:
             return NativeExperts(isa, **arguments)
         linear = NativeLinear(isa, **arguments)
     except (TypeError, LookupError, AttributeError) as error:
         raise ValueError(f"the parts are of nothing that is packed here: {error}") from error
-    if kind == _GATED:
-        return GatedLinear(linear, functools.partial(silu_and_mul, isa))
+    if gate is not None:
+        return GatedLinear(linear, functools.partial(gate_and_mul, isa, gate))
     if kind != _LINEAR:
         raise ValueError(f"the parts are of {kind!r}")
     return linear
 
 
-def _is_silu_and_mul(isa: Isa, gated: GatedLinear) -> bool:
-    activation = gated.silu_and_mul
-    return isinstance(activation, functools.partial) and activation.func is silu_and_mul
+def _gate_of(gated: GatedLinear) -> str | None:
+    """None if it is activated by something else than these kernels."""
+    activation = gated.activate
+    if not isinstance(activation, functools.partial) or activation.func is not gate_and_mul:
+        return None
+    gate: str = activation.args[1]  # behind the instruction set
+    return gate
 
 
 def _encoded(value: object, tensors: list[Tensor]) -> object:

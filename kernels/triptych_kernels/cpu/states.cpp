@@ -123,7 +123,7 @@ bool convolve(const Conv& call, int64_t row, int64_t first, int64_t count) {
                 const Floats weight = Fp32::load(call.weight + k * channels + first + i, lanes);
                 sum = fmadd(input(token - num_kept + k, i, lanes), weight, sum);
             }
-            Kind::store(out + token * channels + i, lanes, call.has_silu ? Kind::silu(sum) : sum);
+            Kind::store(out + token * channels + i, lanes, call.has_silu ? activated<Kind>(Gate::kSilu, sum) : sum);
         });
         const int64_t slot = call.rows.write_slots[token];
         if (slot < 0) continue;

@@ -1,4 +1,4 @@
-// Sixteen floats at a time: exp, log, tanh, and loads and stores of bf16 and fp32 rows.
+// Sixteen floats at a time: exp, log, tanh, functions of gates, and loads and stores of bf16 and fp32 rows.
 //
 // Products and sums that must round separately use `mul`, which no compiler fuses with an addition: a result must not
 // depend on which of two inlined copies of a loop was contracted. Include isa.h before. Knows no tensors.
@@ -80,6 +80,14 @@ inline Floats tanh16(Floats x) {
     return where_at_least(size, splat(0.625f), signed_far, y);
 }
 
+// The t with which gelu(x), in its approximation by tanh, is x / (1 + e^-t).
+// Source: Hendrycks and Gimpel 2016, section 2, with 1 + tanh(t / 2) = 2 / (1 + e^-t).
+TRIPTYCH_INLINE Floats gelu_exponent(Floats x) {
+    const Floats t = mul(x, fmadd(mul(x, x), splat(7.13548163e-2f), splat(1.59576912f)));
+    // Below, gelu(x) is less than 1e-24: 0 instead of a denormal, which products of bf16 would take for 0.
+    return where_at_least(t, splat(-60.0f), t, splat(-200.0f));
+}
+
 // Instead of a mask: all sixteen lanes. A masked store is slow to read back; a loop over whole vectors needs none.
 struct AllLanes {};
 
@@ -100,10 +108,10 @@ struct Fp32 {
     static void store(float* to, AllLanes, Floats x) { triptych::store(to, x); }
     static void store(float* to, Mask mask, Floats x) { store_part(to, mask, x); }
     static Floats rounded(Floats x) { return x; }
-    // gate / (1 + e^-gate).
-    static Floats silu(Floats gate) {
-        const Floats decay = exp16(sub(zeros(), gate));
-        return div(gate, add(splat(1.0f), decay));
+    // x / (1 + e^-t).
+    TRIPTYCH_INLINE static Floats times_sigmoid(Floats x, Floats t) {
+        const Floats decay = exp16(sub(zeros(), t));
+        return div(x, add(splat(1.0f), decay));
     }
 };
 
@@ -117,15 +125,23 @@ struct Bf16 {
     static void store(uint16_t* to, AllLanes, Floats x) { store(to, x); }
     static void store(uint16_t* to, Mask mask, Floats x) { store_halves_part(to, mask, narrow(x)); }
     static Floats rounded(Floats x) { return widen(narrow(x)); }
-    // gate / (1 + e^-gate) with relative error 1e-5, by e^-|gate|, which cannot overflow: for negative gates numerator
-    // and denominator are multiplied by it.
-    static Floats silu(Floats gate) {
+    // x / (1 + e^-t) with relative error 1e-5, by e^-|t|, which cannot overflow: for negative t numerator and
+    // denominator are multiplied by it.
+    TRIPTYCH_INLINE static Floats times_sigmoid(Floats x, Floats t) {
         const Floats one = splat(1.0f);
-        const Floats decay = coarse_exp16(either(gate, splat(-0.0f)));
-        const Floats share = where_signed(gate, decay, one);
-        return div(mul(gate, share), add(decay, one));
+        const Floats decay = coarse_exp16(either(t, splat(-0.0f)));
+        const Floats share = where_signed(t, decay, one);
+        return div(mul(x, share), add(decay, one));
     }
 };
+
+// The function of a gate by which its ups are multiplied. The numbers are those of elementwise.py.
+enum class Gate : int { kSilu = 0, kGeluTanh = 1 };
+
+template <class Kind>
+TRIPTYCH_INLINE Floats activated(Gate kind, Floats gate) {
+    return Kind::times_sigmoid(gate, kind == Gate::kSilu ? gate : gelu_exponent(gate));
+}
 
 }  // namespace
 }  // namespace triptych

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from triptych_kernels.gated_linear import GatedLinear
 from triptych_kernels.quantized import Weight, as_tensor
-from triptych_kernels.reference.activation import silu_and_mul
+from triptych_kernels.reference.activation import GATED
 
 # The layout is chosen for this number of rows; it serves any number.
 _EXPECTED_ROWS = 32
@@ -71,11 +71,11 @@ def pack_gated_linear(
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
     activations: str = "exact",
+    gate: str = "silu",
 ) -> GatedLinear:
-    """silu_and_mul of pack_linear's projection to gates over ups: [T, F] of a weight [2 F, K]."""
-    return GatedLinear(
-        pack_linear(weight, bias, out_dtype=out_dtype, quantization=quantization), silu_and_mul
-    )
+    """The gate's op of pack_linear's projection to gates over ups: [T, F] of a weight [2 F, K]."""
+    gate_up = pack_linear(weight, bias, out_dtype=out_dtype, quantization=quantization)
+    return GatedLinear(gate_up, GATED[gate])
 
 
 def round_to_int8(x: Tensor, group_size: int) -> Tensor:

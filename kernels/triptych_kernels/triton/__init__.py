@@ -12,7 +12,7 @@ from triptych_kernels.reference.causal_conv import causal_conv
 from triptych_kernels.reference.gated_delta_rule import gated_delta_rule
 from triptych_kernels.reference.low_rank import pack_low_rank
 from triptych_kernels.reference.ssd_scan import ssd_scan
-from triptych_kernels.triton.activation import silu_and_mul
+from triptych_kernels.triton.activation import gelu_tanh_and_mul, silu_and_mul
 from triptych_kernels.triton.fused_moe import pack_experts
 from triptych_kernels.triton.kv_write import kv_write
 from triptych_kernels.triton.linear import pack_gated_linear, pack_linear
@@ -53,6 +53,7 @@ def triton_ops(*, deterministic: bool = False) -> Ops:
         ssd_scan=ssd_scan,
         gated_delta_rule=gated_delta_rule,
         silu_and_mul=silu_and_mul,
+        gelu_tanh_and_mul=gelu_tanh_and_mul,
         greedy=greedy,
         greedy_linear=greedy_linear,
         sample=sample,

@@ -11,7 +11,9 @@ _NUMBERS_PER_PROGRAM = 1024
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, num_features, BLOCK_F: tl.constexpr):
+def _gate_and_mul_kernel(
+    x_ptr, out_ptr, x_stride, num_features, IS_GELU: tl.constexpr, BLOCK_F: tl.constexpr
+):
     """BLOCK_F features of one token."""
     token = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -19,7 +21,11 @@ def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, num_features, BLOCK_F: tl.con
     x_start = x_ptr + token * x_stride + feature
     gate = tl.load(x_start, mask=is_feature, other=0.0).to(tl.float32)
     up = tl.load(x_start + num_features, mask=is_feature, other=0.0).to(tl.float32)
-    product = gate / (1.0 + tl.exp(-gate)) * up
+    # Both gates are x / (1 + e^-t): gelu by tanh too, as 1 + tanh(t / 2) = 2 / (1 + e^-t).
+    exponent = gate
+    if IS_GELU:
+        exponent = gate * (1.5957691216 + 0.0713548163 * gate * gate)
+    product = gate / (1.0 + tl.exp(-exponent)) * up
     out_start = out_ptr + token * num_features + feature
     tl.store(out_start, product.to(out_ptr.dtype.element_ty), mask=is_feature)
 
@@ -29,6 +35,19 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
     x: [T, 2 F], gates first, rows contiguous.  Returns [T, F] in x's dtype.
     """
+    return _gate_and_mul(x, is_gelu=False)
+
+
+def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    """gelu(gate) * up, gelu in its approximation by tanh; otherwise as silu_and_mul."""
+    return _gate_and_mul(x, is_gelu=True)
+
+
+# By the names that pack_gated_linear takes.
+GATED = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
+
+
+def _gate_and_mul(x: Tensor, *, is_gelu: bool) -> Tensor:
     num_tokens, width = x.shape
     if width % 2 or x.stride(1) != 1:
         raise ValueError(
@@ -40,5 +59,5 @@ def silu_and_mul(x: Tensor) -> Tensor:
         return out
     block = min(_NUMBERS_PER_PROGRAM, triton.next_power_of_2(num_features))
     grid = (num_tokens, triton.cdiv(num_features, block))
-    _silu_and_mul_kernel[grid](x, out, x.stride(0), num_features, BLOCK_F=block)
+    _gate_and_mul_kernel[grid](x, out, x.stride(0), num_features, IS_GELU=is_gelu, BLOCK_F=block)
     return out

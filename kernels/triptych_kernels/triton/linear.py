@@ -15,7 +15,7 @@ from torch import Tensor
 from triptych_kernels.gated_linear import GatedLinear
 from triptych_kernels.quantized import Weight, as_tensor
 from triptych_kernels.reference.linear import PlainLinear
-from triptych_kernels.triton.activation import silu_and_mul
+from triptych_kernels.triton.activation import GATED
 
 _FP8_MAX = 448.0
 _INT8_MAX = 127.0
@@ -217,13 +217,14 @@ def pack_gated_linear(
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
     activations: str = "exact",
+    gate: str = "silu",
     deterministic: bool = False,
 ) -> GatedLinear:
-    """silu_and_mul of pack_linear's projection to gates over ups: [T, F] of a weight [2 F, K]."""
+    """The gate's op of pack_linear's projection to gates over ups: [T, F] of a weight [2 F, K]."""
     gate_up = pack_linear(
         weight, bias, out_dtype=out_dtype, quantization=quantization, deterministic=deterministic
     )
-    return GatedLinear(gate_up, silu_and_mul)
+    return GatedLinear(gate_up, GATED[gate])
 
 
 def _quantize(weight: Tensor, quantization: str) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,16 @@ from torch import Tensor
 
 from triptych_kernels import REFERENCE
 from triptych_kernels.ops import Ops
+from triptych_kernels.reference.activation import GATED
 
 DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
+# Of rows and of the weights of norms.
+DTYPES_OF_NORMS = [
+    pytest.param(torch.float32, torch.float32, id="fp32"),
+    pytest.param(torch.bfloat16, torch.bfloat16, id="bf16"),
+    pytest.param(torch.bfloat16, torch.float32, id="bf16-by-fp32"),
+]
+GATES = list(GATED)
 NUM_ROWS = [0, 1, 63, 129]
 WIDTHS = [1, 8, 40, 320, 576]
 NAN = float("nan")
@@ -34,11 +42,11 @@ def assert_close(output: Tensor, expected: Tensor, units: int = 4) -> None:
     torch.testing.assert_close(output, expected, rtol=rtol, atol=rtol, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES_OF_NORMS)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
-def test_rms_norm_matches_the_reference(ops, num_rows, width, dtype):
-    x, weight = strided_rows(num_rows, width, dtype), noise(width, dtype=dtype, seed=1)
+def test_rms_norm_matches_the_reference(ops, num_rows, width, dtype, weight_dtype):
+    x, weight = strided_rows(num_rows, width, dtype), noise(width, dtype=weight_dtype, seed=1)
     expected = REFERENCE.rms_norm(x, weight, 1e-5)
     assert_close(ops.rms_norm(x, weight, 1e-5), expected)
     assert_close(
@@ -53,40 +61,54 @@ def test_rms_norm_of_heads_in_a_packed_projection(ops, dtype):
     assert_close(ops.rms_norm(packed[0, 0], weight, 1e-6), REFERENCE.rms_norm(packed[0, 0], weight, 1e-6))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_bf16_are_normed_by_fp32_as_if_they_were_fp32(ops):
+    x, weight = noise(5, 100, dtype=torch.bfloat16), noise(100, seed=1)
+    assert torch.equal(ops.rms_norm(x, weight, 1e-6), ops.rms_norm(x.float(), weight, 1e-6).bfloat16())
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES_OF_NORMS)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
-def test_add_rms_norm_matches_the_reference(ops, num_rows, width, dtype):
-    x, weight = strided_rows(num_rows, width, dtype), noise(width, dtype=dtype, seed=1)
+def test_add_rms_norm_matches_the_reference(ops, num_rows, width, dtype, weight_dtype):
+    x, weight = strided_rows(num_rows, width, dtype), noise(width, dtype=weight_dtype, seed=1)
     residual = strided_rows(num_rows, width, dtype, seed=2)
     other = residual.clone()
     assert_close(ops.add_rms_norm(x, residual, weight, 1e-5), REFERENCE.add_rms_norm(x, other, weight, 1e-5))
     assert torch.equal(residual, other)
 
 
+def gate_and_mul(ops: Ops, gate: str, x: Tensor) -> Tensor:
+    return {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_tanh_and_mul}[gate](x)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
-def test_silu_and_mul_matches_the_reference(ops, num_rows, width, dtype):
+def test_gates_match_the_reference(ops, num_rows, width, gate, dtype):
     x = strided_rows(num_rows, 2 * width, dtype) * 5.0
-    assert_close(ops.silu_and_mul(x), REFERENCE.silu_and_mul(x))
+    # The reference has 1 + tanh, in which the tanh of a negative gate cancels.
+    assert_close(gate_and_mul(ops, gate, x), GATED[gate](x), units=4 if gate == "silu" else 32)
 
 
-def test_silu_of_extreme_gates(ops):
-    gates = torch.tensor([-1e4, -100.0, -88.8, -20.0, -0.0, 1e-30, 20.0, 1e4, NAN])
-    x = torch.cat([gates, torch.ones(9)])[None]
-    assert_close(ops.silu_and_mul(x), REFERENCE.silu_and_mul(x))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", GATES)
+def test_extreme_gates(ops, gate, dtype):
+    gates = torch.tensor([-1e30, -1e4, -100.0, -88.8, -20.0, -9.5, -0.0, 1e-30, 20.0, 1e4, 1e30, NAN])
+    x = torch.cat([gates, torch.ones(12)])[None].to(dtype)
+    assert_close(gate_and_mul(ops, gate, x), GATED[gate](x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_every_batch(ops: Ops, use_threads: Callable[[int], None], dtype):
     x, weight = noise(400, 1000, dtype=dtype), noise(1000, dtype=dtype, seed=1)
     use_threads(2)
-    normed, activated = ops.rms_norm(x, weight, 1e-5), ops.silu_and_mul(x)
+    normed, activated = ops.rms_norm(x, weight, 1e-5), [gate_and_mul(ops, gate, x) for gate in GATES]
     use_threads(1)
     for rows in (slice(0, 1), slice(3, 10), slice(390, 400)):
         assert torch.equal(ops.rms_norm(x[rows], weight, 1e-5), normed[rows])
-        assert torch.equal(ops.silu_and_mul(x[rows]), activated[rows])
+        for gate, expected in zip(GATES, activated, strict=True):
+            assert torch.equal(gate_and_mul(ops, gate, x[rows]), expected[rows])
 
 
 def test_other_dtypes_go_to_the_reference(ops):
@@ -95,7 +117,8 @@ def test_other_dtypes_go_to_the_reference(ops):
     assert torch.equal(
         ops.add_rms_norm(x, x.clone(), weight, 1e-5), REFERENCE.add_rms_norm(x, x.clone(), weight, 1e-5)
     )
-    assert torch.equal(ops.silu_and_mul(x), REFERENCE.silu_and_mul(x))
+    for gate in GATES:
+        assert torch.equal(gate_and_mul(ops, gate, x), GATED[gate](x))
     assert torch.equal(ops.greedy(x)[1], REFERENCE.greedy(x)[1])
 
 
@@ -110,19 +133,19 @@ HEADS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES_OF_NORMS)
 @pytest.mark.parametrize("is_normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("num_tokens", [0, 1, 63])
-def test_rotary_kv_write_matches_the_reference(ops, num_tokens, heads, is_normed, dtype):
+def test_rotary_kv_write_matches_the_reference(ops, num_tokens, heads, is_normed, dtype, weight_dtype):
     (num_heads, num_kv_heads), head_dim, rotary_dim = heads
     generator = torch.Generator().manual_seed(3)
     qkv = strided_rows(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype)
     positions = torch.randint(0, 50, (num_tokens,), generator=generator)
     slots = torch.randperm(72, generator=generator)[:num_tokens]
     norms = {
-        "query_norm": noise(head_dim, dtype=dtype, seed=4),
-        "key_norm": noise(head_dim, dtype=dtype, seed=5),
+        "query_norm": noise(head_dim, dtype=weight_dtype, seed=4),
+        "key_norm": noise(head_dim, dtype=weight_dtype, seed=5),
         "eps": 1e-5,
     }
     results = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -43,43 +44,64 @@ class Rig:
     """Layers of random weights; a cache for each."""
 
     def __init__(
-        self, ops: Ops, dtype: torch.dtype, *, norms: bool, bias: bool, quantization: str, ffn: int = FFN
+        self,
+        ops: Ops,
+        dtype: torch.dtype,
+        *,
+        norms: bool,
+        bias: bool,
+        quantization: str,
+        ffn: int = FFN,
+        gemma: bool = False,
     ) -> None:
-        self.ops, self.dtype, self.ffn = ops, dtype, ffn
+        """gemma: layers have norms in fp32, also of what they add, gates of gelu, tables of their own."""
+        self.ops, self.dtype, self.ffn, self.gemma = ops, dtype, ffn, gemma
         self.random = torch.Generator().manual_seed(3)
+        self.tables = [torch.randn(MAX_POSITIONS, ROTARY, generator=self.random) for _ in range(2)]
         self.layers = [
             self._layer(index, norms=norms, bias=bias, quantization=quantization)
             for index in range(NUM_LAYERS)
         ]
-        self.final_norm = self.some(HIDDEN)
-        self.cos_sin = torch.randn(MAX_POSITIONS, ROTARY, generator=self.random)
+        self.final_norm = self.norm(HIDDEN)
 
     def some(self, *shape: int) -> Tensor:
         return (torch.randn(*shape, generator=self.random) / shape[-1] ** 0.5).to(self.dtype)
+
+    def norm(self, size: int) -> Tensor:
+        """The weight of a norm: in fp32 of numbers that bf16 has not."""
+        weight = self.some(size)
+        return weight.float() + 1.0 if self.gemma else weight
 
     def _layer(self, index: int, *, norms: bool, bias: bool, quantization: str) -> DenseLayer:
         def linear(num_outputs: int, num_inputs: int, pack) -> object:
             vector = self.some(num_outputs) if bias else None
             if quantization == JOINED:
                 # Of gates and ups of several kinds there is no plan.
-                kind = "4-bit-minima" if pack is self.ops.pack_gated_linear else JOINED
+                kind = JOINED if pack is self.ops.pack_linear else "4-bit-minima"
                 return pack(weight_of(num_inputs, num_outputs, self.dtype, kind), vector)
             return pack(self.some(num_outputs, num_inputs), vector, quantization=quantization)
 
+        window = 5 if index == 1 else None
+        gate = "gelu_tanh" if self.gemma else "silu"
+        pack_gated = functools.partial(self.ops.pack_gated_linear, gate=gate)
         return DenseLayer(
-            input_norm=self.some(HIDDEN),
+            input_norm=self.norm(HIDDEN),
             qkv=linear(WIDTH, HIDDEN, self.ops.pack_linear),
-            query_norm=self.some(HEAD_DIM) if norms else None,
-            key_norm=self.some(HEAD_DIM) if norms else None,
+            query_norm=self.norm(HEAD_DIM) if norms else None,
+            key_norm=self.norm(HEAD_DIM) if norms else None,
             out=linear(HIDDEN, HEADS * HEAD_DIM, self.ops.pack_linear),
-            post_attention_norm=self.some(HIDDEN),
-            gate_up=linear(2 * self.ffn, HIDDEN, self.ops.pack_gated_linear),
+            post_attention_norm=self.norm(HIDDEN),
+            gate_up=linear(2 * self.ffn, HIDDEN, pack_gated),
             down=linear(HIDDEN, self.ffn, self.ops.pack_linear),
             num_heads=HEADS,
             num_kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
-            window=5 if index == 1 else None,
+            scale=0.3 if self.gemma else HEAD_DIM**-0.5,
+            window=window,
+            cos_sin=self.tables[1 if self.gemma and window else 0],
             eps=1e-5,
+            attention_out_norm=self.norm(HIDDEN) if self.gemma else None,
+            feed_forward_out_norm=self.norm(HIDDEN) if self.gemma else None,
         )
 
     def add_low_rank(self) -> None:
@@ -112,7 +134,7 @@ class Rig:
         return low_rank
 
     def fused(self) -> FusedLayers:
-        fused = self.ops.fuse_layers(self.layers, self.final_norm, self.cos_sin)
+        fused = self.ops.fuse_layers(self.layers, self.final_norm)
         assert fused is not None
         return fused
 
@@ -143,26 +165,29 @@ class Rig:
             low_rank = layer.low_rank or LayerLowRank()
             qkv = project(layer.qkv, x, low_rank.qkv, added)
             ops.rotary_kv_write(
-                qkv, step.positions, self.cos_sin, step.slots[cache.group], cache.key_cache,
+                qkv, step.positions, layer.cos_sin, step.slots[cache.group], cache.key_cache,
                 cache.value_cache, num_heads=HEADS, query_norm=layer.query_norm, key_norm=layer.key_norm,
                 eps=layer.eps,
             )  # fmt: skip
             heads = qkv.view(-1, HEADS + 2 * KV_HEADS, HEAD_DIM)[:, :HEADS]
             attended = ops.paged_attention(
                 heads, cache.key_cache, cache.value_cache, step.attention[cache.group],
-                scale=HEAD_DIM**-0.5, window=layer.window,
+                scale=layer.scale, window=layer.window,
             ).reshape(-1, HEADS * HEAD_DIM)  # fmt: skip
             if index == NUM_LAYERS - 1:
                 attended, residual = attended[step.rows], residual[step.rows]
                 added = None if added is None else added[step.rows]
-            x = project(layer.out, attended, low_rank.out, added)
+            x = self._normed(project(layer.out, attended, low_rank.out, added), layer.attention_out_norm)
             x = ops.add_rms_norm(x, residual, layer.post_attention_norm, layer.eps)
             x = project(layer.gate_up, x, low_rank.gate_up, added)
-            x = project(layer.down, x, low_rank.down, added)
+            x = self._normed(project(layer.down, x, low_rank.down, added), layer.feed_forward_out_norm)
             is_last = index == NUM_LAYERS - 1
             following = self.final_norm if is_last else self.layers[index + 1].input_norm
             x = ops.add_rms_norm(x, residual, following, layer.eps)
         return x
+
+    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else self.ops.rms_norm(x, weight, 1e-5)
 
 
 def project(linear: Linear, x: Tensor, low_rank: LowRank | None, slots: Tensor | None) -> Tensor:
@@ -187,14 +212,21 @@ STEPS: tuple[tuple[list[int], list[int], list[int]], ...] = (
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    ("norms", "bias", "quantization"),
-    [(False, False, ""), (True, True, ""), (False, True, "int8"), (False, True, JOINED)],
+    ("norms", "bias", "quantization", "gemma"),
+    [
+        (False, False, "", False),
+        (True, True, "", False),
+        (False, True, "int8", False),
+        (False, True, JOINED, False),
+        (True, False, "", True),
+        (True, False, JOINED, True),
+    ],
 )
 def test_bits_are_those_of_the_ops_one_by_one(
-    ops, use_threads, dtype, norms, bias, quantization, num_threads
+    ops, use_threads, dtype, norms, bias, quantization, gemma, num_threads
 ):
     use_threads(num_threads)
-    rig = Rig(ops, dtype, norms=norms, bias=bias, quantization=quantization)
+    rig = Rig(ops, dtype, norms=norms, bias=bias, quantization=quantization, gemma=gemma)
     fused, ours, theirs = rig.fused(), rig.caches(), rig.caches()
     for lengths, totals, rows in STEPS:
         step = rig.step(lengths, totals, rows)
@@ -227,12 +259,15 @@ def test_rows_that_the_caches_do_not_keep_are_taken_in_turns(ops, use_threads, d
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("bias", "quantization"), [(False, ""), (True, "int8"), (True, JOINED)])
+@pytest.mark.parametrize(
+    ("bias", "quantization", "gemma"),
+    [(False, "", False), (True, "int8", False), (True, JOINED, False), (False, "", True)],
+)
 def test_additions_have_the_bits_of_the_ops_one_by_one(
-    ops, use_threads, dtype, bias, quantization, num_threads
+    ops, use_threads, dtype, bias, quantization, gemma, num_threads
 ):
     use_threads(num_threads)
-    rig = Rig(ops, dtype, norms=False, bias=bias, quantization=quantization)
+    rig = Rig(ops, dtype, norms=False, bias=bias, quantization=quantization, gemma=gemma)
     base, others = rig.fused(), rig.caches()
     rig.add_low_rank()
     fused, ours, theirs = rig.fused(), rig.caches(), rig.caches()
@@ -276,8 +311,8 @@ def test_a_slot_is_used_as_it_is_when_a_step_runs(ops):
     assert torch.equal(run(fused, step, caches), empty)
 
 
-def plain(ops: Ops) -> Rig:
-    return Rig(ops, torch.bfloat16, norms=False, bias=False, quantization="")
+def plain(ops: Ops, dtype: torch.dtype = torch.bfloat16) -> Rig:
+    return Rig(ops, dtype, norms=False, bias=False, quantization="")
 
 
 def test_caches_that_slept_are_written_where_they_woke(ops):
@@ -329,14 +364,14 @@ def test_what_does_not_fit_is_refused_in_words(ops):
 def test_layers_that_the_kernels_do_not_serve_are_left_as_they_are(ops):
     rig = plain(ops)
     half = replace(rig.layers[1], down=lambda x: x)  # type: ignore[arg-type]
-    assert ops.fuse_layers([rig.layers[0], half], rig.final_norm, rig.cos_sin) is None
-    assert ops.fuse_layers(rig.layers, rig.final_norm.half(), rig.cos_sin) is None
-    assert ops.fuse_layers(rig.layers, rig.final_norm.float(), rig.cos_sin) is None
-    assert ops.fuse_layers(rig.layers, rig.final_norm, rig.cos_sin.double()) is None
-    assert ops.fuse_layers(rig.layers, rig.final_norm, torch.ones(MAX_POSITIONS, HEAD_DIM + 2)) is None
-    assert ops.fuse_layers(rig.layers, rig.final_norm, rig.cos_sin[:, :15].contiguous()) is None
+    assert ops.fuse_layers([rig.layers[0], half], rig.final_norm) is None
+    assert ops.fuse_layers(rig.layers, rig.final_norm.half()) is None
+    wide = plain(ops, torch.float32)
+    assert ops.fuse_layers([rig.layers[0], wide.layers[1]], rig.final_norm) is None
+    assert ops.fuse_layers(wide.layers, rig.final_norm) is None
     rig.add_low_rank()
-    norm, low_rank = rig.some(HEAD_DIM), rig.layers[0].low_rank
+    norm, (layer, *_) = rig.some(HEAD_DIM), rig.layers
+    low_rank = layer.low_rank
     assert low_rank is not None
     narrow = ops.make_low_rank(HIDDEN, [WIDTH - 1], 1, 4, torch.bfloat16, torch.device("cpu"))
     wide = ops.make_low_rank(HIDDEN, [WIDTH], 1, 4, torch.float32, torch.device("cpu"))
@@ -348,8 +383,15 @@ def test_layers_that_the_kernels_do_not_serve_are_left_as_they_are(ops):
         {"num_heads": 4},
         {"query_norm": norm},
         {"query_norm": norm[1:], "key_norm": norm},
+        {"query_norm": norm, "key_norm": norm.float()},
         {"input_norm": norm},
-        {"down": rig.layers[0].out},
+        {"attention_out_norm": norm},
+        {"feed_forward_out_norm": layer.input_norm.half()},
+        {"cos_sin": layer.cos_sin.double()},
+        {"cos_sin": torch.ones(MAX_POSITIONS, HEAD_DIM + 2)},
+        {"cos_sin": layer.cos_sin[:, :15].contiguous()},
+        {"cos_sin": layer.cos_sin[:, :14]},
+        {"down": layer.out},
     ):
-        odd = replace(rig.layers[0], **changes)
-        assert ops.fuse_layers([odd, *rig.layers[1:]], rig.final_norm, rig.cos_sin) is None
+        odd = replace(layer, **changes)
+        assert ops.fuse_layers([odd, *rig.layers[1:]], rig.final_norm) is None

@@ -14,22 +14,24 @@ from triptych_kernels.ops import Ops
 @pytest.mark.parametrize(("dtype", "kind"), ALL_KINDS)
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no-bias", "bias"])
 def test_bits_are_those_of_the_two_ops(ops: Ops, K: int, F: int, dtype, kind: str, has_bias: bool):
-    gated = packed(ops.pack_gated_linear, K, 2 * F, dtype, kind, has_bias=has_bias)
     linear = packed(ops.pack_linear, K, 2 * F, dtype, kind, has_bias=has_bias)
-    assert (gated.in_features, gated.out_features) == (K, F)
     x = noise(200, K, dtype=dtype) * 3.0
-    for size in BATCHES:
-        assert torch.equal(gated(x[:size]), ops.silu_and_mul(linear(x[:size]))), f"{size} rows"
+    for gate, activate in (("silu", ops.silu_and_mul), ("gelu_tanh", ops.gelu_tanh_and_mul)):
+        gated = packed(ops.pack_gated_linear, K, 2 * F, dtype, kind, has_bias=has_bias, gate=gate)
+        assert (gated.in_features, gated.out_features) == (K, F)
+        for size in BATCHES:
+            assert torch.equal(gated(x[:size]), activate(linear(x[:size]))), f"{gate} of {size} rows"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_result_is_that_of_the_reference_up_to_rounding(ops: Ops, dtype):
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+def test_result_is_that_of_the_reference_up_to_rounding(ops: Ops, gate: str, dtype):
     weight, bias = weight_and_bias(320, 130, dtype)
     x = noise(31, 320, dtype=dtype)
-    expected = REFERENCE.pack_gated_linear(weight, bias)(x)
+    expected = REFERENCE.pack_gated_linear(weight, bias, gate=gate)(x)
     tolerance = 2.0**-6 if dtype is torch.bfloat16 else 1e-5
     torch.testing.assert_close(
-        ops.pack_gated_linear(weight, bias)(x), expected, atol=tolerance, rtol=tolerance
+        ops.pack_gated_linear(weight, bias, gate=gate)(x), expected, atol=tolerance, rtol=tolerance
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -22,10 +23,11 @@ def again(ops: Ops, made: Linear | Experts) -> Linear | Experts:
     return ops.put_together(PackedParts(content, tuple(tensor.clone() for tensor in parts.tensors)))
 
 
-@pytest.mark.parametrize("pack", ["pack_linear", "pack_gated_linear"])
+@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
 @pytest.mark.parametrize(("dtype", "kind"), ALL_KINDS)
-def test_a_projection_computes_the_same(ops, dtype, kind, pack):
-    linear = packed(getattr(ops, pack), 320, 130, dtype, kind)
+def test_a_projection_computes_the_same(ops, dtype, kind, gate):
+    pack = ops.pack_linear if gate is None else partial(ops.pack_gated_linear, gate=gate)
+    linear = packed(pack, 320, 130, dtype, kind)
     copy = again(ops, linear)
     x = noise(5, 320, dtype=dtype)
     assert torch.equal(copy(x), linear(x))

@@ -92,11 +92,13 @@ def launch_rare_forms(ops: Ops, dtype: torch.dtype) -> None:
         torch.zeros(3, 64, dtype=dtype), addend
     )
     qkv = torch.zeros(3, (heads + 2 * kv_heads) * dim, dtype=dtype)
-    weight, slots = torch.ones(dim, dtype=dtype), torch.arange(3)
-    ops.rotary_kv_write(
-        qkv, slots, torch.zeros(9, dim), slots, keys, keys,
-        num_heads=heads, query_norm=weight, key_norm=weight, eps=1e-6,
-    )  # fmt: skip
+    slots = torch.arange(3)
+    for weight in (torch.ones(dim, dtype=dtype), torch.ones(dim)):
+        ops.rms_norm(qkv.view(-1, dim), weight, 1e-6)
+        ops.rotary_kv_write(
+            qkv, slots, torch.zeros(9, dim), slots, keys, keys,
+            num_heads=heads, query_norm=weight, key_norm=weight, eps=1e-6,
+        )  # fmt: skip
     weight = torch.zeros(_SHAPE.intermediate_size, _SHAPE.hidden_size, dtype=dtype)
     for quantization in ("int8", "fp8"):
         ops.pack_linear(weight, quantization=quantization)(torch.zeros(5, _SHAPE.hidden_size, dtype=dtype))

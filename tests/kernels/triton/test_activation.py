@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.triton.fresh_memory import with_nan_memory
 from triptych_kernels import REFERENCE
-from triptych_kernels.triton.activation import silu_and_mul
+from triptych_kernels.triton.activation import gelu_tanh_and_mul, silu_and_mul
 
 SHAPES = [(1, 1), (1, 129), (63, 64), (129, 63), (3, 1100)]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -29,6 +29,17 @@ def test_silu_and_mul_equals_the_reference(shape, dtype, device):
     torch.testing.assert_close(output, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gelu_tanh_and_mul_equals_the_reference(shape, dtype, device):
+    x = gates_and_ups(shape, device, dtype)
+    output = with_nan_memory(gelu_tanh_and_mul, x)
+    assert output.dtype is dtype
+    expected = REFERENCE.gelu_tanh_and_mul(x)
+    # Where 1 + tanh cancels in the reference, its error is relative to 1.
+    torch.testing.assert_close(output, expected, rtol=TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])
+
+
 def test_rows_may_lie_apart_with_nan_between_them(device):
     x = gates_and_ups((7, 33), device)
     room = torch.full((7, 70), float("nan"), device=device)
@@ -38,7 +49,8 @@ def test_rows_may_lie_apart_with_nan_between_them(device):
 
 def test_gates_far_from_zero_open_or_close(device):
     x = torch.tensor([[200.0, -200.0, -1e4, 2.0, 2.0, 2.0]], device=device)
-    assert silu_and_mul(x).tolist() == [[400.0, 0.0, 0.0]]
+    for op in (silu_and_mul, gelu_tanh_and_mul):
+        assert op(x).tolist() == [[400.0, 0.0, 0.0]]
 
 
 def test_an_empty_step_gives_an_empty_output(device):

@@ -15,7 +15,7 @@ NUM_TOKENS = 4
 
 @pytest.mark.parametrize(
     ("family", "is_deterministic"),
-    [("llama", True), ("mistral", False), ("qwen3_moe", False), ("qwen3_moe", True)],
+    [("llama", True), ("mistral", False), ("qwen3_moe", False), ("qwen3_moe", True), ("gemma3", True)],
 )
 def test_mixed_and_chunked_steps_produce_what_transformers_generates(
     family, is_deterministic, device, tmp_path

@@ -31,6 +31,13 @@ def test_rms_norm_equals_the_reference(shape, dtype, device):
     torch.testing.assert_close(output, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+def test_a_weight_may_be_more_precise_than_rows(device):
+    x, _, weight = operands((63, 129), torch.bfloat16, device)
+    weight = weight.float() + 1.0
+    exact = (REFERENCE.rms_norm(x.float(), weight, EPS)).to(x.dtype)
+    assert (rms_norm(x, weight, EPS) != exact).float().mean() < 0.01
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_add_rms_norm_equals_the_reference(shape, dtype, device):

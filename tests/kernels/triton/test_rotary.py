@@ -46,7 +46,9 @@ class RotaryCase:
         return qkv, key_cache, value_cache
 
 
-def rotary_case(shape, device, dtype=torch.float32, *, has_norms=False) -> RotaryCase:
+def rotary_case(
+    shape, device, dtype=torch.float32, *, has_norms=False, norm_dtype: torch.dtype | None = None
+) -> RotaryCase:
     num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim = shape
     generator = torch.Generator().manual_seed(num_tokens)
     num_blocks = num_tokens // BLOCK_SIZE + 2
@@ -56,7 +58,7 @@ def rotary_case(shape, device, dtype=torch.float32, *, has_norms=False) -> Rotar
     angles = torch.rand(50, rotary_dim // 2, generator=generator) * 6
     options: dict[str, object] = {}
     if has_norms:
-        norms = torch.rand(2, head_dim, generator=generator).to(device, dtype) + 0.5
+        norms = torch.rand(2, head_dim, generator=generator).to(device, norm_dtype or dtype) + 0.5
         options = {"query_norm": norms[0], "key_norm": norms[1], "eps": 1e-5}
     width = (num_heads + 2 * num_kv_heads) * head_dim
     return RotaryCase(
@@ -71,11 +73,15 @@ def rotary_case(shape, device, dtype=torch.float32, *, has_norms=False) -> Rotar
     )
 
 
-@pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize(
+    ("has_norms", "norm_dtype"),
+    [(False, None), (True, None), (True, torch.float32)],
+    ids=["plain", "normed", "normed-by-fp32"],
+)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rotary_kv_write_equals_the_reference(shape, dtype, has_norms, device):
-    case = rotary_case(shape, device, dtype, has_norms=has_norms)
+def test_rotary_kv_write_equals_the_reference(shape, dtype, has_norms, norm_dtype, device):
+    case = rotary_case(shape, device, dtype, has_norms=has_norms, norm_dtype=norm_dtype)
     written, expected = case.run(rotary_kv_write), case.run(REFERENCE.rotary_kv_write)
     for output, expected_output in zip(written[:2], expected[:2], strict=True):
         torch.testing.assert_close(output, expected_output, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])

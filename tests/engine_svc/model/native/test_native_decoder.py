@@ -96,7 +96,7 @@ def test_layers_as_one_op_have_the_bits_of_their_ops(family, tmp_path):
     if not ours.ops.is_batch_invariant:
         pytest.skip("this machine has no native kernels")
     assert isinstance(ours.model, NativeDecoder)
-    assert (ours.model.fused is not None) == (family not in ("mixtral", "qwen3_moe", "gemma3"))
+    assert (ours.model.fused is not None) == (family not in ("mixtral", "qwen3_moe"))
     fused = logits_in_chunks(ours, some_tokens(), [38, 39, NUM_TOKENS])
     ours.model.fused = None
     assert torch.equal(logits_in_chunks(ours, some_tokens(), [38, 39, NUM_TOKENS]), fused)
