@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from engine_svc.model.elementwise import VECTOR_MULTIPLE, in_whole_vectors
 from engine_svc.model.transformers.packing import PackedProjection
 from triptych_kernels import Ops
 
@@ -40,6 +39,10 @@ Compute = Callable[[FunctionCall], Any]
 
 _Key = tuple[torch.Size, torch.dtype]
 
+# Elements: twice what the widest vector of torch holds, or a multiple of that.
+_VECTOR_MULTIPLE = 64
+# Elements: fewer than torch divides over threads.
+_MAX_PIECE = 16_384
 # Elementwise functions whose vectorized result may differ from that for single elements.
 _ELEMENTWISE = frozenset(
     {
@@ -76,7 +79,7 @@ def _is_invariant(arguments: tuple[Any, ...]) -> bool:
     x = arguments[0] if arguments else None
     if not isinstance(x, Tensor) or not x.dim():
         return True
-    return torch.get_num_threads() == 1 and x.is_contiguous() and x.shape[-1] % VECTOR_MULTIPLE == 0
+    return torch.get_num_threads() == 1 and x.is_contiguous() and x.shape[-1] % _VECTOR_MULTIPLE == 0
 
 
 def _compute_elementwise(call: FunctionCall) -> Any:
@@ -84,6 +87,15 @@ def _compute_elementwise(call: FunctionCall) -> Any:
         return call.result()
     x, *others = call.arguments
     return in_whole_vectors(lambda piece: call.function(piece, *others, **call.options), x)
+
+
+def in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function` of each element of x, in whole vectors and in one thread. Returns x's shape."""
+    flat = x.reshape(-1)
+    whole = F.pad(flat, (0, -flat.numel() % _VECTOR_MULTIPLE))
+    pieces = [function(piece) for piece in whole.split(_MAX_PIECE)]
+    result = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return result[: flat.numel()].view(x.shape)
 
 
 def prepack_calls(model: nn.Module, ops: Ops, run: Callable[[], object]) -> int:

@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine_svc.model.elementwise import in_whole_vectors
 from engine_svc.model.errors import UnsupportedModel
 from engine_svc.model.loading.loader import LoadOptions, load_model
 from engine_svc.model.transformers import model as transformers_model
-from engine_svc.model.transformers.batch_invariance import make_elementwise_invariant
+from engine_svc.model.transformers.batch_invariance import in_whole_vectors, make_elementwise_invariant
 from tests.engine_svc.model.checkpoints import make_checkpoint
 from triptych_kernels import REFERENCE, ops_for
 
