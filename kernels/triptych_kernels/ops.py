@@ -229,6 +229,7 @@ class DenseLayer:
     eps: float
     attention_out_norm: Tensor | None = None  # of what attention adds to the residual
     feed_forward_out_norm: Tensor | None = None
+    residual_scale: float | None = None  # of what is added to the residual, normed or not
     low_rank: LayerLowRank | None = None
 
 

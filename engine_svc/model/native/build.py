@@ -117,6 +117,8 @@ class DecoderBuilder:
             dtype=self.dtype,
             num_parameters=self.num_parameters,
             num_bytes=self.num_bytes,
+            input_scale=spec.input_scale,
+            logits_divisor=spec.logits_divisor,
             is_fusible=parallel.tp_size == parallel.pp_size == 1,
             exchange=NoExchange() if self.share is None else self.share.exchange,
         )
@@ -217,6 +219,7 @@ class DecoderBuilder:
             if experts is None
             else self._mixture(prefix, experts, index),
             eps=spec.eps,
+            residual_scale=spec.residual_scale,
             **norms,
         )
 

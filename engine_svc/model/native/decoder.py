@@ -80,6 +80,8 @@ class NativeDecoder:
     dtype: torch.dtype
     num_parameters: int
     num_bytes: int  # of this rank's parameters
+    input_scale: float | None = None  # by which the first stage multiplies embeddings, whatever their source
+    logits_divisor: float | None = None
     is_fusible: bool = False  # it is whole on this rank, so its layers may be one op
     exchange: ExpertExchange = field(default_factory=NoExchange)
     pooler: Pooler | None = None  # of a model that has results besides tokens
@@ -133,7 +135,11 @@ class NativeDecoder:
             return Largest(nothing[:, None], nothing, nothing.long())
         slots = self._head_slots(logit_rows, context)
         if self.parallel.tp_size == 1 and slots is None:
-            return Largest(*self.ops.greedy_linear(self.head.linear, x, kept))
+            largest = Largest(*self.ops.greedy_linear(self.head.linear, x, kept))
+            if self.logits_divisor is not None:
+                largest.kept.div_(self.logits_divisor)
+                largest.highest.div_(self.logits_divisor)
+            return largest
         logits = self.logits(x, slots)
         return Largest(logits.index_select(0, kept), *self.ops.greedy(logits))
 
@@ -145,7 +151,8 @@ class NativeDecoder:
     def logits(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
         """Logits [N, V] fp32 of hidden states [N, hidden] after the last norm; on the last stage."""
         assert self.head is not None, "the last stage has the head"
-        return self.parallel.all_gather(self.head(x, slots))
+        logits = self.parallel.all_gather(self.head(x, slots))
+        return logits if self.logits_divisor is None else logits.div_(self.logits_divisor)
 
     def _head_slots(self, logit_rows: Tensor, context: ForwardContext) -> Tensor | None:
         """The slots of the tokens at `logit_rows`; None if none of them can add to logits."""
@@ -238,5 +245,5 @@ class NativeDecoder:
             x = self.embed(token_ids, context.low_rank_slots)
             if context.embedded is not None:
                 x.index_copy_(0, context.embedded.positions, context.embedded.rows)
-            return x
+            return x if self.input_scale is None else x.mul_(self.input_scale)
         return self.parallel.receive((token_ids.shape[0], self.hidden_size), self.dtype)

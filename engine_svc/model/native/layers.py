@@ -176,6 +176,7 @@ class DecoderLayer:
     eps: float
     attention_out_norm: Tensor | None = None  # of what attention adds to the residual
     feed_forward_out_norm: Tensor | None = None
+    residual_scale: float | None = None  # of what is added to the residual, normed or not
 
     def as_dense(self, cos_sin: Tensor) -> DenseLayer | None:
         """The weights of this layer for ops that compute whole layers; None if it has experts.
@@ -203,6 +204,7 @@ class DecoderLayer:
             eps=self.eps,
             attention_out_norm=self.attention_out_norm,
             feed_forward_out_norm=self.feed_forward_out_norm,
+            residual_scale=self.residual_scale,
             low_rank=LayerLowRank(
                 attention.qkv.low_rank,
                 attention.out.low_rank,
@@ -232,10 +234,13 @@ class DecoderLayer:
         attended = self.parallel.all_reduce(self.attention(x, positions, cos_sin, context, rows))
         if rows is not None:
             residual = residual[rows]
-        summand = self._normed(attended, self.attention_out_norm)
+        summand = self._summand(attended, self.attention_out_norm)
         x = self.ops.add_rms_norm(summand, residual, self.post_attention_norm, self.eps)
         added = self.feed_forward(x, context.low_rank_slots_of(rows), context.expert_choices)
-        return self._normed(self.parallel.all_reduce(added), self.feed_forward_out_norm), residual
+        return self._summand(self.parallel.all_reduce(added), self.feed_forward_out_norm), residual
 
-    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return x if weight is None else self.ops.rms_norm(x, weight, self.eps)
+    def _summand(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        """What is added to the residual.  x: [T, hidden], may be written."""
+        if norm is not None:
+            x = self.ops.rms_norm(x, norm, self.eps)
+        return x if self.residual_scale is None else x.mul_(self.residual_scale)

@@ -22,7 +22,7 @@ _QWEN_EXPERTS = (
     "mlp.experts.{}.up_proj",
     "mlp.experts.{}.down_proj",
 )
-_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text")
+_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "granite")
 _ACTIVATIONS = {"gemma3_text": "gelu_pytorch_tanh"}  # of the others, silu
 _GATES = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # names of the ops
 # Families in which each layer states its own kind, with a window or without.
@@ -69,7 +69,10 @@ class DecoderSpec:
     is_joined: bool  # the checkpoint has Q, K and V as one weight, gate and up as another
     ties_embeddings: bool
     embedding_scale: float | None  # by which embeddings are multiplied
+    input_scale: float | None  # by which embeddings are multiplied, prompts given as embeddings too
     attention_scale: float  # of a query's product with a key
+    residual_scale: float | None  # of what attention and the feed-forward network add to the residual
+    logits_divisor: float | None
     windows: tuple[int | None, ...]  # per layer
     experts: tuple[ExpertsSpec | None, ...]  # per layer; None is a dense network
 
@@ -111,7 +114,8 @@ def read_spec(config: Any) -> DecoderSpec:
             raise NotNative("rope rotates only a part of each head")
     num_layers, family = config.num_hidden_layers, config.model_type
     # The code of the other families ignores this setting.
-    has_attention_bias = family in ("llama", "qwen3", "qwen3_moe") and bool(config.attention_bias)
+    is_granite, may_have_bias = family == "granite", ("llama", "qwen3", "qwen3_moe", "granite")
+    has_attention_bias = family in may_have_bias and bool(config.attention_bias)
     return DecoderSpec(
         model_type=family,
         hidden_size=config.hidden_size,
@@ -128,14 +132,29 @@ def read_spec(config: Any) -> DecoderSpec:
         norms_are_offset=is_gemma,
         has_qkv_bias=family == "qwen2" or has_attention_bias,
         has_out_bias=has_attention_bias,
-        has_mlp_bias=family == "llama" and bool(config.mlp_bias),
+        has_mlp_bias=family in ("llama", "granite") and bool(config.mlp_bias),
         is_joined=family == "phi3",
         ties_embeddings=bool(config.tie_word_embeddings),
         embedding_scale=config.hidden_size**0.5 if is_gemma else None,
-        attention_scale=(config.query_pre_attn_scalar if is_gemma else _head_dim(config)) ** -0.5,
+        input_scale=_factor(config.embedding_multiplier) if is_granite else None,
+        attention_scale=_attention_scale(config),
+        residual_scale=_factor(config.residual_multiplier) if is_granite else None,
+        logits_divisor=_factor(config.logits_scaling) if is_granite else None,
         windows=_windows(config),
         experts=tuple(_experts(config, layer) for layer in range(num_layers)),
     )
+
+
+def _attention_scale(config: Any) -> float:
+    if config.model_type == "granite":
+        return float(config.attention_multiplier)
+    size = config.query_pre_attn_scalar if config.model_type == "gemma3_text" else _head_dim(config)
+    return float(size**-0.5)
+
+
+def _factor(value: float) -> float | None:
+    """None for one that changes nothing."""
+    return None if value == 1 else float(value)
 
 
 def rotary_table(config: Any, num_positions: int) -> Tensor:

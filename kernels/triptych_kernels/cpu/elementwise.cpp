@@ -131,6 +131,24 @@ Outcome run_gate_and_mul(const int64_t* n) {
     return {};
 }
 
+// x *= scale.
+template <class Kind>
+void scale_rows(const int64_t* n) {
+    const int64_t num_rows = n[1], width = n[2];
+    const Floats scale = splat(static_cast<float>(fraction(n[4])));
+    for_rows(num_rows, width, [&](int64_t row) {
+        auto* x = reinterpret_cast<typename Kind::Element*>(n[0]) + row * width;
+        for_vectors(width, [&](int64_t i, auto lanes) {
+            Kind::store(x + i, lanes, mul(Kind::load(x + i, lanes), scale));
+        });
+    });
+}
+
+Outcome run_scale_rows(const int64_t* n) {
+    n[3] ? scale_rows<Bf16>(n) : scale_rows<Fp32>(n);
+    return {};
+}
+
 // A cache: blocks, in each the heads, and of each head block_size slots one after the other.
 struct Slots {
     const int64_t* slots;  // of tokens; below 0: none
@@ -347,6 +365,8 @@ constexpr Kernel kRmsNorm{
 constexpr Kernel kGateAndMul{
     "gate_and_mul", nullptr, 7, 0, run_gate_and_mul, nullptr,
     "gate_and_mul(addresses, sizes, stride, is_bf16, gate): see elementwise.py."};
+constexpr Kernel kScaleRows{
+    "scale_rows", nullptr, 4, 1, run_scale_rows, nullptr, "scale_rows(x, T, width, is_bf16, scale): x *= scale."};
 constexpr Kernel kKvWrite{
     "kv_write", nullptr, 15, 0, run_kv_write, nullptr,
     "kv_write(addresses, strides and sizes in bytes): see elementwise.py."};
@@ -364,14 +384,15 @@ constexpr Kernel kTakeRows{
 PyMethodDef TRIPTYCH_METHODS(elementwise)[] = {
     TRIPTYCH_KERNEL_METHOD(kRmsNorm),
     TRIPTYCH_KERNEL_METHOD(kGateAndMul),
+    TRIPTYCH_KERNEL_METHOD(kScaleRows),
     TRIPTYCH_KERNEL_METHOD(kKvWrite),
     TRIPTYCH_KERNEL_METHOD(kRotaryKvWrite),
     TRIPTYCH_KERNEL_METHOD(kGreedy),
     TRIPTYCH_KERNEL_METHOD(kTakeRows),
     {nullptr, nullptr, 0, nullptr}};
 const triptych::Kernel* const TRIPTYCH_KERNELS_OF(elementwise)[] = {
-    &triptych::kRmsNorm, &triptych::kGateAndMul, &triptych::kKvWrite, &triptych::kRotaryKvWrite,
-    &triptych::kGreedy,  &triptych::kTakeRows,   nullptr};
+    &triptych::kRmsNorm,       &triptych::kGateAndMul, &triptych::kScaleRows, &triptych::kKvWrite,
+    &triptych::kRotaryKvWrite, &triptych::kGreedy,     &triptych::kTakeRows,  nullptr};
 
 #else
 

@@ -323,21 +323,24 @@ class _NativeLayers:
         normed, projected, gated = map(program.register, _AT_HAND)
         low_rank = layer.low_rank or LayerLowRank()
         _add_linear(program, layer.out, attended, projected, count, low_rank.out, added)
-        summand = self._add_out_norm(program, layer, layer.attention_out_norm, count)
+        summand = self._add_summand(program, layer, layer.attention_out_norm, count)
         self._add_norm(program, summand, residual, layer.post_attention_norm, normed, count, layer.eps)
         _add_linear(program, layer.gate_up, normed, gated, count, low_rank.gate_up, added)
         _add_linear(program, layer.down, gated, projected, count, low_rank.down, added)
-        return self._add_out_norm(program, layer, layer.feed_forward_out_norm, count)
+        return self._add_summand(program, layer, layer.feed_forward_out_norm, count)
 
-    def _add_out_norm(
+    def _add_summand(
         self, program: Program, layer: DenseLayer, norm: Tensor | None, count: Register
     ) -> Register:
-        """Norm what is projected, if there is a norm for it. Returns the result."""
-        projected, normed = program.register("projected"), program.register("normed")
-        if norm is None:
-            return projected
-        self._add_norm(program, projected, 0, norm, normed, count, layer.eps)
-        return normed
+        """Norm and scale what is projected, as far as the layer does. Returns what is to be added."""
+        summand = program.register("projected")
+        if norm is not None:
+            normed = program.register("normed")
+            self._add_norm(program, summand, 0, norm, normed, count, layer.eps)
+            summand = normed
+        if layer.residual_scale is not None:
+            program.add("scale_rows", summand, count, self._hidden, self._is_bf16, layer.residual_scale)
+        return summand
 
     @property
     def _row_bytes(self) -> int:

@@ -145,6 +145,15 @@ _OF_BLOCKS: dict[str, tuple[str, dict[str, object]]] = {
         "gpt_oss",
         {"num_local_experts": 4, "sliding_window": 9, "rope_parameters": _ROPE, **_TOP_2},
     ),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.4,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 6.0,
+        },
+    ),
     "granitemoe": ("granitemoe", {"num_local_experts": 4, **_TOP_2}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
     "llama": ("llama", {"tie_word_embeddings": True}),

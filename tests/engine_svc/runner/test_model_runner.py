@@ -16,7 +16,7 @@ FAMILIES = [
     "deepseek_v3",
 ]  # fmt: skip
 
-NATIVE_FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "mixtral", "phi3", "qwen3_moe", "gemma3"]
+NATIVE_FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "mixtral", "phi3", "qwen3_moe", "gemma3", "granite"]
 
 
 def prompt_of(length: int, *, seed: int) -> list[int]:

@@ -54,7 +54,10 @@ class Rig:
         ffn: int = FFN,
         gemma: bool = False,
     ) -> None:
-        """gemma: layers have norms in fp32, also of what they add, gates of gelu, tables of their own."""
+        """gemma: layers have norms in fp32, also of what they add, gates of gelu, tables of their own.
+
+        And a scale of what they add, as Granite has.
+        """
         self.ops, self.dtype, self.ffn, self.gemma = ops, dtype, ffn, gemma
         self.random = torch.Generator().manual_seed(3)
         self.tables = [torch.randn(MAX_POSITIONS, ROTARY, generator=self.random) for _ in range(2)]
@@ -102,6 +105,7 @@ class Rig:
             eps=1e-5,
             attention_out_norm=self.norm(HIDDEN) if self.gemma else None,
             feed_forward_out_norm=self.norm(HIDDEN) if self.gemma else None,
+            residual_scale=0.22 if self.gemma else None,
         )
 
     def add_low_rank(self) -> None:
@@ -177,17 +181,20 @@ class Rig:
             if index == NUM_LAYERS - 1:
                 attended, residual = attended[step.rows], residual[step.rows]
                 added = None if added is None else added[step.rows]
-            x = self._normed(project(layer.out, attended, low_rank.out, added), layer.attention_out_norm)
+            x = project(layer.out, attended, low_rank.out, added)
+            x = self._summand(layer, x, layer.attention_out_norm)
             x = ops.add_rms_norm(x, residual, layer.post_attention_norm, layer.eps)
             x = project(layer.gate_up, x, low_rank.gate_up, added)
-            x = self._normed(project(layer.down, x, low_rank.down, added), layer.feed_forward_out_norm)
+            x = project(layer.down, x, low_rank.down, added)
+            x = self._summand(layer, x, layer.feed_forward_out_norm)
             is_last = index == NUM_LAYERS - 1
             following = self.final_norm if is_last else self.layers[index + 1].input_norm
             x = ops.add_rms_norm(x, residual, following, layer.eps)
         return x
 
-    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return x if weight is None else self.ops.rms_norm(x, weight, 1e-5)
+    def _summand(self, layer: DenseLayer, x: Tensor, norm: Tensor | None) -> Tensor:
+        x = x if norm is None else self.ops.rms_norm(x, norm, layer.eps)
+        return x if layer.residual_scale is None else x.mul_(layer.residual_scale)
 
 
 def project(linear: Linear, x: Tensor, low_rank: LowRank | None, slots: Tensor | None) -> Tensor:

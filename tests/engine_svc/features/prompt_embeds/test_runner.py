@@ -13,8 +13,8 @@ from tests.engine_svc.runner.fakes import LogitsOfAllRows
 from tests.engine_svc.runner.test_model_runner import prompt_of, run_in_random_steps
 
 IMPLEMENTATIONS = [
-    ("llama", "native"), ("qwen3_moe", "native"), ("llama", "transformers"), ("gpt2", "transformers"),
-    ("gemma3", "transformers"), ("opt", "transformers"),
+    ("llama", "native"), ("qwen3_moe", "native"), ("granite", "native"), ("llama", "transformers"),
+    ("gpt2", "transformers"), ("gemma3", "transformers"), ("opt", "transformers"),
 ]  # fmt: skip
 NUM_TOKENS = 12
 

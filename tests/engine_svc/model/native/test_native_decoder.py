@@ -23,7 +23,7 @@ from tests.engine_svc.model.checkpoints import MAX_POSITION, VOCAB_SIZE, make_ch
 from tests.engine_svc.model.loading.gguf.gguf_models import write_model
 from triptych_kernels import REFERENCE, AttentionBatch, ops_for
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "gemma3")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "gemma3", "granite")
 NUM_TOKENS = 90
 BLOCK_SIZE = 4
 NATIVE = LoadOptions(num_threads=1, model_impl="native")
