@@ -85,7 +85,7 @@ class MtpHead:
         token_states = target.embed(token_ids).masked_fill_((positions == 0)[:, None], 0.0)
         parts = [target.norm(token_states, self.token_norm), target.norm(hidden, self.hidden_norm)]
         residual = self.projection(torch.cat(parts[::-1] if self.layout.is_hidden_first else parts, dim=-1))
-        x = target.norm(residual, self.layer.input_norm)
+        x = self.layer.enter(residual)
         x, residual = self.layer(x, residual, positions, target.cos_sin, context, rows)
         residual.add_(x)
         normed = target.norm(residual, self.final_norm)
@@ -131,6 +131,7 @@ class EagleHead:
         """See DraftNetwork."""
         assert hidden is not None, "a head reads hidden states"
         layer, ops = self.layer, self.layer.ops
+        assert layer.input_norm is not None, "the layer is of a Llama"
         token_states = (
             self.target.embed(token_ids) if self.embedding is None else F.embedding(token_ids, self.embedding)
         )

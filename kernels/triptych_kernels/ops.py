@@ -212,12 +212,12 @@ class DenseLayer:
     Norms may be of the rows' dtype, or fp32.
     """
 
-    input_norm: Tensor  # [hidden], as the other norms
+    input_norm: Tensor | None  # [hidden], as the other norms; None: attention reads the residual
     qkv: Linear
-    query_norm: Tensor | None  # [head_dim]
+    query_norm: Tensor | None  # [head_dim] of each head, or [num_heads * head_dim] of all together
     key_norm: Tensor | None
     out: Linear
-    post_attention_norm: Tensor  # of the residual, before the feed-forward network
+    post_attention_norm: Tensor | None  # of the residual, before the feed-forward network; None: it reads that
     gate_up: Linear  # of pack_gated_linear
     down: Linear
     num_heads: int

@@ -18,6 +18,7 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MixtralConfig,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
@@ -67,6 +68,9 @@ _CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3": lambda: Gemma3TextConfig(
         **_SHAPE, sliding_window=16, layer_types=["sliding_attention", "full_attention"] * 2
     ),
+    "olmo3": lambda: Olmo3Config(
+        **_SHAPE, sliding_window=16, layer_types=["sliding_attention", "full_attention"] * 2
+    ),
     "phi3": lambda: Phi3Config(**_SHAPE, pad_token_id=0),
     "qwen3_moe": lambda: Qwen3MoeConfig(**_SHAPE, **_EXPERTS, num_experts=8, moe_intermediate_size=64),
 }
@@ -80,7 +84,7 @@ def make_checkpoint(family: str, folder: Path) -> Path:
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(0.0, 0.1 if "embed" in name or "lm_head" in name else 0.3)
-            elif family == "gemma3":
+            elif family in ("gemma3", "olmo3"):
                 # Norms bound what its layers add, and with equal weights streams soon repeat.
                 parameter.normal_(0.0, 1.5)
     model.save_pretrained(folder)

@@ -64,7 +64,7 @@ from triptych_kit.clock import MonotonicClock
 
 pytestmark = pytest.mark.chaos
 
-FAMILIES = ("llama", "phi3", "qwen2", "mixtral", "qwen3_moe", "gemma3")
+FAMILIES = ("llama", "phi3", "qwen2", "mixtral", "qwen3_moe", "gemma3", "olmo3")
 NUM_REQUESTS = 12
 TP_2 = {"tensor_parallel_size": 2}
 PP_2 = {"pipeline_parallel_size": 2}
@@ -106,6 +106,7 @@ def with_requests(driver: Driver) -> Driver:
         ("qwen3_moe", EP_2),
         ("gemma3", TP_2),
         ("gemma3", PP_2),
+        ("olmo3", TP_2),
     ],
     ids=[
         "llama-tp2",
@@ -116,6 +117,7 @@ def with_requests(driver: Driver) -> Driver:
         "qwen3-moe-ep2",
         "gemma3-tp2",
         "gemma3-pp2",
+        "olmo3-tp2",
     ],
 )
 def test_ranks_say_what_one_says_and_hold_their_share(family, division, folders, alone):

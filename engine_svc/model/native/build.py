@@ -31,16 +31,22 @@ from triptych_kernels import Experts, Linear, Ops, PackLinear, QuantizedWeight, 
 
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-# By the parts of a layer: norms before attention and the feed-forward network, or also behind them.
+# Names of a layer's norms, by where it has them.
 _NORMS = {
-    "input_norm": "input_layernorm.weight",
-    "post_attention_norm": "post_attention_layernorm.weight",
-}
-_NORMS_WITH_OUT_NORMS = {
-    "input_norm": "input_layernorm.weight",
-    "attention_out_norm": "post_attention_layernorm.weight",
-    "post_attention_norm": "pre_feedforward_layernorm.weight",
-    "feed_forward_out_norm": "post_feedforward_layernorm.weight",
+    "before": {
+        "input_norm": "input_layernorm.weight",
+        "post_attention_norm": "post_attention_layernorm.weight",
+    },
+    "around": {
+        "input_norm": "input_layernorm.weight",
+        "attention_out_norm": "post_attention_layernorm.weight",
+        "post_attention_norm": "pre_feedforward_layernorm.weight",
+        "feed_forward_out_norm": "post_feedforward_layernorm.weight",
+    },
+    "behind": {
+        "attention_out_norm": "post_attention_layernorm.weight",
+        "feed_forward_out_norm": "post_feedforward_layernorm.weight",
+    },
 }
 
 
@@ -209,7 +215,7 @@ class DecoderBuilder:
     def layer(self, prefix: str, index: int, local_index: int) -> DecoderLayer:
         """The layer whose tensors have this prefix, of the kind of layer `index`."""
         spec, experts = self.spec, self.spec.experts[index]
-        names = _NORMS_WITH_OUT_NORMS if spec.has_out_norms else _NORMS
+        names = _NORMS[spec.norms]
         norms = {part: self.vector(prefix + name, spec.hidden_size) for part, name in names.items()}
         return DecoderLayer(
             ops=self.ops,
@@ -238,6 +244,7 @@ class DecoderBuilder:
             rows = _joined(prefix + "qkv_proj", rows)
         return Attention(
             ops=self.ops,
+            parallel=self.parallel,
             layer=local_index,
             qkv=self._rows_linear(
                 rows,
@@ -258,10 +265,23 @@ class DecoderBuilder:
             head_dim=dim,
             scale=spec.attention_scale,
             window=spec.windows[index],
-            query_norm=self.vector(prefix + "q_norm.weight", dim) if spec.has_qk_norm else None,
-            key_norm=self.vector(prefix + "k_norm.weight", dim) if spec.has_qk_norm else None,
+            query_norm=self._head_norm(prefix + "q_norm.weight", spec.num_heads),
+            key_norm=self._head_norm(prefix + "k_norm.weight", spec.num_kv_heads),
+            norms_span_heads=spec.qk_norm_spans_heads,
             eps=spec.eps,
         )
+
+    def _head_norm(self, name: str, num_heads: int) -> Tensor | None:
+        """Of each head, or of those of all ranks together, in their order."""
+        spec, ranks = self.spec, self.parallel.tp_size
+        if not spec.has_qk_norm:
+            return None
+        if not spec.qk_norm_spans_heads:
+            return self.vector(name, spec.head_dim)
+        norm = self.vector(name, num_heads * spec.head_dim)
+        # With fewer KV heads than ranks, neighbouring ranks hold the same head.
+        num_copies = max(1, ranks // num_heads)
+        return norm.view(num_heads, -1).repeat_interleave(num_copies, 0).flatten()
 
     def _dense(self, prefix: str) -> FeedForward:
         spec, rank, ranks = self.spec, self.parallel.tp_rank, self.parallel.tp_size

@@ -24,7 +24,13 @@ from engine_svc.model.low_rank import (
     pack_embedding,
 )
 from engine_svc.model.native.exchange import ExpertExchange, NoExchange
-from engine_svc.model.native.layers import DecoderLayer, MixtureOfExperts, Projection, SharedMixture
+from engine_svc.model.native.layers import (
+    DecoderLayer,
+    MixtureOfExperts,
+    Projection,
+    SharedMixture,
+    add_and_norm,
+)
 from engine_svc.model.parallel import Parallel
 from engine_svc.model.pooler import Pooler
 from triptych_kernels import FusedLayers, Ops
@@ -193,7 +199,7 @@ class NativeDecoder:
     def take_part(self) -> None:
         """Serve other engines' tokens with this engine's experts, in a step without tokens of its own."""
         self.exchange.begin(0, 0)
-        nothing = self.layers[0].input_norm.new_empty(0, self.hidden_size)
+        nothing = torch.empty(0, self.hidden_size, dtype=self.dtype, device=self.cos_sin.device)
         for mixture in self.mixtures:
             mixture(nothing)
 
@@ -223,7 +229,7 @@ class NativeDecoder:
             return self.fused(
                 residual, positions, logit_rows, layers, slots, attention, context.low_rank_slots
             )
-        x = self.ops.rms_norm(residual, self.layers[0].input_norm, self.layers[0].eps)
+        x = self.layers[0].enter(residual)
         rows = logit_rows if self.final_norm is not None else None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
@@ -234,7 +240,7 @@ class NativeDecoder:
             )
             if index < last:
                 following = self.layers[index + 1]
-                x = self.ops.add_rms_norm(x, residual, following.input_norm, following.eps)
+                x = add_and_norm(self.ops, x, residual, following.input_norm, following.eps)
         if self.final_norm is None:
             self.parallel.send(residual.add_(x))
             return residual

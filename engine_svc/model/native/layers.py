@@ -54,6 +54,7 @@ class Attention:
     """Queries, keys and values in one projection; attention over the cache; the projection back."""
 
     ops: Ops
+    parallel: Parallel
     layer: int  # index among this rank's attention layers
     qkv: Projection
     out: Projection
@@ -62,8 +63,9 @@ class Attention:
     head_dim: int
     scale: float  # of a query's product with a key
     window: int | None
-    query_norm: Tensor | None
+    query_norm: Tensor | None  # [head_dim]; if norms span heads, of the heads of all ranks
     key_norm: Tensor | None
+    norms_span_heads: bool
     eps: float
 
     def __call__(
@@ -71,6 +73,8 @@ class Attention:
     ) -> Tensor:
         """x: [T, hidden]. Returns [T, hidden], this rank's share; if `rows` are given, only of these."""
         qkv = self.qkv(x, context.low_rank_slots)
+        if self.norms_span_heads:
+            self._norm_together(qkv)
         cache = context.layers[self.layer]
         self.ops.rotary_kv_write(
             qkv,
@@ -80,8 +84,8 @@ class Attention:
             cache.key_cache,
             cache.value_cache,
             num_heads=self.num_heads,
-            query_norm=self.query_norm,
-            key_norm=self.key_norm,
+            query_norm=None if self.norms_span_heads else self.query_norm,
+            key_norm=None if self.norms_span_heads else self.key_norm,
             eps=self.eps,
         )
         num_tokens, num_heads, head_dim = qkv.shape[0], self.num_heads, self.head_dim
@@ -95,6 +99,18 @@ class Attention:
             window=self.window,
         ).reshape(num_tokens, num_heads * head_dim)
         return self.out(attended if rows is None else attended[rows], context.low_rank_slots_of(rows))
+
+    def _norm_together(self, qkv: Tensor) -> None:
+        """Norm the queries of all ranks' heads, and the keys.  qkv: [T, (H + 2 G) D], written."""
+        first = 0
+        for norm, num_heads in ((self.query_norm, self.num_heads), (self.key_norm, self.num_kv_heads)):
+            assert norm is not None, "norms that span heads are there"
+            width = num_heads * self.head_dim
+            part = qkv[:, first : first + width]
+            normed = self.ops.rms_norm(self.parallel.all_gather(part), norm, self.eps)
+            own = self.parallel.tp_rank * width
+            part.copy_(normed[:, own : own + width])
+            first += width
 
     def rotary_table(self, cos_sin: Tensor) -> Tensor:
         """This layer's of a decoder's tables, [max_positions, head_dim].  cos_sin: see NativeDecoder."""
@@ -165,15 +181,15 @@ class SharedMixture:
 
 @dataclass(slots=True)
 class DecoderLayer:
-    """Attention and a feed-forward network, each preceded by a norm that also adds the residual."""
+    """Attention and a feed-forward network, with norms of what each reads or of what it adds, or of both."""
 
     ops: Ops
     parallel: Parallel
-    input_norm: Tensor
     attention: Attention
-    post_attention_norm: Tensor  # of the residual, before the feed-forward network
     feed_forward: FeedForward
     eps: float
+    input_norm: Tensor | None = None
+    post_attention_norm: Tensor | None = None  # of the residual, before the feed-forward network
     attention_out_norm: Tensor | None = None  # of what attention adds to the residual
     feed_forward_out_norm: Tensor | None = None
     residual_scale: float | None = None  # of what is added to the residual, normed or not
@@ -218,6 +234,11 @@ class DecoderLayer:
         """Those that adapters may add to, in the order in which a forward runs them."""
         return [self.attention.qkv, self.attention.out, *self.feed_forward.projections]
 
+    def enter(self, residual: Tensor) -> Tensor:
+        """What attention reads of the residual, [T, hidden], or the residual itself."""
+        norm = self.input_norm
+        return residual if norm is None else self.ops.rms_norm(residual, norm, self.eps)
+
     def __call__(
         self,
         x: Tensor,
@@ -227,7 +248,7 @@ class DecoderLayer:
         context: ForwardContext,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """x: [T, hidden], normed. residual: [T, hidden], written. Returns the summand and the residual.
+        """x: [T, hidden], see `enter`. residual: [T, hidden], written. Returns the summand and the residual.
 
         If `rows` are given, only these tokens' results are computed: the others' are not used.
         """
@@ -235,7 +256,7 @@ class DecoderLayer:
         if rows is not None:
             residual = residual[rows]
         summand = self._summand(attended, self.attention_out_norm)
-        x = self.ops.add_rms_norm(summand, residual, self.post_attention_norm, self.eps)
+        x = add_and_norm(self.ops, summand, residual, self.post_attention_norm, self.eps)
         added = self.feed_forward(x, context.low_rank_slots_of(rows), context.expert_choices)
         return self._summand(self.parallel.all_reduce(added), self.feed_forward_out_norm), residual
 
@@ -244,3 +265,13 @@ class DecoderLayer:
         if norm is not None:
             x = self.ops.rms_norm(x, norm, self.eps)
         return x if self.residual_scale is None else x.mul_(self.residual_scale)
+
+
+def add_and_norm(ops: Ops, summand: Tensor, residual: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    """residual += summand, in place. Returns its norm, or where there is none the residual.
+
+    summand, residual: [T, hidden].
+    """
+    if norm is None:
+        return residual.add_(summand)
+    return ops.add_rms_norm(summand, residual, norm, eps)

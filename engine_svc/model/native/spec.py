@@ -22,14 +22,21 @@ _QWEN_EXPERTS = (
     "mlp.experts.{}.up_proj",
     "mlp.experts.{}.down_proj",
 )
-_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "granite")
+_FAMILIES = (
+    "llama", "mistral", "phi3", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "granite", "olmo2",
+    "olmo3",
+)  # fmt: skip
 _ACTIVATIONS = {"gemma3_text": "gelu_pytorch_tanh"}  # of the others, silu
 _GATES = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # names of the ops
 # Families in which each layer states its own kind, with a window or without.
-_FAMILIES_OF_LAYER_TYPES = frozenset({"qwen2", "qwen3", "gemma3_text"})
+_FAMILIES_OF_LAYER_TYPES = frozenset({"qwen2", "qwen3", "gemma3_text", "olmo3"})
+# Those of them in which each kind has a rope of its own.
+_FAMILIES_OF_ROPES = frozenset({"gemma3_text", "olmo3"})
+_KINDS = ("full_attention", "sliding_attention")
+# The code of the other families ignores this setting.
+_FAMILIES_OF_ATTENTION_BIAS = frozenset({"llama", "qwen3", "qwen3_moe", "granite", "olmo2", "olmo3"})
 # With other types, a row's angles depend on the longest row of the batch, or on its own length.
-_ROPE_TYPES = frozenset({"default", "linear", "yarn", "llama3"})
-_GEMMA_KINDS = ("full_attention", "sliding_attention")
+_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +67,9 @@ class DecoderSpec:
     vocab_size: int
     eps: float
     gate: str  # see PackGatedLinear
+    norms: str  # where a layer has them: "before" attention and the network after it, "behind" or "around" them
     has_qk_norm: bool
-    has_out_norms: bool  # of what attention and the feed-forward network add to the residual
+    qk_norm_spans_heads: bool  # the queries of all heads are normed together, and the keys
     norms_are_offset: bool  # the checkpoint has the weights of norms less 1
     has_qkv_bias: bool
     has_out_bias: bool  # attention's output projection
@@ -104,18 +112,10 @@ def read_spec(config: Any) -> DecoderSpec:
         raise NotNative(f"rms_norm_eps is {config.rms_norm_eps}, which is not at least 0")
     if is_gemma:
         _check_gemma(config)
-    else:
-        rope = _rope_parameters(config)
-        if rope["rope_type"] not in _ROPE_TYPES:
-            raise NotNative(
-                f"rope_type is {rope['rope_type']}, the native decoder has {', '.join(_ROPE_TYPES)}"
-            )
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise NotNative("rope rotates only a part of each head")
+    _check_ropes(config)
     num_layers, family = config.num_hidden_layers, config.model_type
-    # The code of the other families ignores this setting.
-    is_granite, may_have_bias = family == "granite", ("llama", "qwen3", "qwen3_moe", "granite")
-    has_attention_bias = family in may_have_bias and bool(config.attention_bias)
+    is_granite, is_olmo = family == "granite", family in ("olmo2", "olmo3")
+    has_attention_bias = family in _FAMILIES_OF_ATTENTION_BIAS and bool(config.attention_bias)
     return DecoderSpec(
         model_type=family,
         hidden_size=config.hidden_size,
@@ -127,8 +127,9 @@ def read_spec(config: Any) -> DecoderSpec:
         vocab_size=config.vocab_size,
         eps=config.rms_norm_eps,
         gate=_GATES[expected],
-        has_qk_norm=is_gemma or family.startswith("qwen3"),
-        has_out_norms=is_gemma,
+        norms="around" if is_gemma else "behind" if is_olmo else "before",
+        has_qk_norm=is_gemma or is_olmo or family.startswith("qwen3"),
+        qk_norm_spans_heads=is_olmo,
         norms_are_offset=is_gemma,
         has_qkv_bias=family == "qwen2" or has_attention_bias,
         has_out_bias=has_attention_bias,
@@ -160,25 +161,26 @@ def _factor(value: float) -> float | None:
 def rotary_table(config: Any, num_positions: int) -> Tensor:
     """[num_positions, head_dim] fp32, the cosines of each position's angles, then the sines.
 
-    Of Gemma 3 [2, num_positions, head_dim]: of layers without a window, then of those with one.
+    Where each kind of layers has its own, [2, num_positions, head_dim]: of those without a window, then of
+    those with one.
     Source: Su et al. 2021, eq. 34; scaled kinds by the functions that transformers publishes.
     """
-    if config.model_type == "gemma3_text":
-        return torch.stack(
-            [
-                _table(_plain_frequencies(config, rope) / rope.get("factor", 1.0), num_positions)
-                for rope in (config.rope_parameters[kind] for kind in _GEMMA_KINDS)
-            ]
-        )
-    rope = _rope_parameters(config)
-    if rope["rope_type"] == "default":
-        frequencies, scale = _plain_frequencies(config, rope), 1.0
-    else:
-        # Imported here: it takes long, and the plain kind does not need it.
+    tables = [_table(config, kind, rope, num_positions) for kind, rope in _ropes(config).items()]
+    return tables[0] if len(tables) == 1 else torch.stack(tables)
+
+
+def _table(config: Any, kind: str | None, rope: Mapping[str, Any], num_positions: int) -> Tensor:
+    """Of the layers of this kind, None for all."""
+    frequencies, scale = _plain_frequencies(config, rope), 1.0
+    if rope["rope_type"] == "linear":
+        frequencies /= rope["factor"]
+    elif rope["rope_type"] != "default":
+        # Imported here: it takes long, and the plain kinds do not need it.
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
-    return _table(frequencies, num_positions, scale)
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, layer_type=kind)
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies.float()
+    return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=-1)
 
 
 def _plain_frequencies(config: Any, rope: Mapping[str, Any]) -> Tensor:
@@ -189,17 +191,8 @@ def _plain_frequencies(config: Any, rope: Mapping[str, Any]) -> Tensor:
     return frequencies
 
 
-def _table(frequencies: Tensor, num_positions: int, scale: float = 1.0) -> Tensor:
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies.float()
-    return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=-1)
-
-
 def _check_gemma(config: Any) -> None:
     """Raises NotNative for settings of a Gemma 3 that the native decoder does not compute."""
-    for kind in _GEMMA_KINDS:
-        rope = (config.rope_parameters or {}).get(kind) or {}
-        if rope.get("rope_type") not in ("default", "linear"):
-            raise NotNative(f"rope_type of {kind} is {rope.get('rope_type')}, must be default or linear")
     for name, expected in (
         ("attention_bias", False),
         ("use_bidirectional_attention", False),
@@ -210,11 +203,26 @@ def _check_gemma(config: Any) -> None:
             raise NotNative(f"{name} is {value}, the native decoder of a Gemma 3 has {expected}")
 
 
-def _rope_parameters(config: Any) -> Mapping[str, Any]:
-    parameters: Mapping[str, Any] | None = getattr(config, "rope_parameters", None)
-    if not parameters or "rope_type" not in parameters:
+def _check_ropes(config: Any) -> None:
+    """Raises NotNative for ropes that the native decoder does not compute."""
+    for kind, rope in _ropes(config).items():
+        if rope.get("rope_type") not in _ROPE_TYPES:
+            of_kind = "" if kind is None else f" of {kind}"
+            raise NotNative(
+                f"rope_type{of_kind} is {rope.get('rope_type')}, the native decoder has {', '.join(_ROPE_TYPES)}"
+            )
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise NotNative("rope rotates only a part of each head")
+
+
+def _ropes(config: Any) -> dict[str | None, Mapping[str, Any]]:
+    """The parameters of each kind of layers; under None, of all."""
+    parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    if config.model_type in _FAMILIES_OF_ROPES:
+        return {kind: parameters.get(kind) or {} for kind in _KINDS}
+    if "rope_type" not in parameters:
         raise NotNative("the config has no single set of rope parameters")
-    return parameters
+    return {None: parameters}
 
 
 def _head_dim(config: Any) -> int:

@@ -110,6 +110,25 @@ Outcome run_norm(const int64_t* n) {
     return {};
 }
 
+// Norms columns `first` to `first` + count - 1 of [T, width], in place, each row by itself.
+template <class Kind, class Weights>
+void norm_columns(const int64_t* n) {
+    const int64_t num_rows = n[1], width = n[2], first = n[3], count = n[4];
+    const auto* weight = reinterpret_cast<const typename Weights::Element*>(n[5]);
+    const auto eps = static_cast<float>(fraction(n[8]));
+    for_rows(num_rows, count, [&](int64_t row) {
+        auto* x = reinterpret_cast<typename Kind::Element*>(n[0]) + row * width + first;
+        norm_row<Kind, Weights, false>(x, nullptr, weight, count, eps, x);
+    });
+}
+
+Outcome run_norm_columns(const int64_t* n) {
+    for_kinds(n[6] != 0, n[7] != 0, [&](auto kind, auto weights) {
+        norm_columns<decltype(kind), decltype(weights)>(n);
+    });
+    return {};
+}
+
 // out = silu(gate) * up, or gelu(gate) * up.  x: [T, 2 F], gates first.
 template <class Kind>
 void gate_rows(const int64_t* n) {
@@ -146,6 +165,25 @@ void scale_rows(const int64_t* n) {
 
 Outcome run_scale_rows(const int64_t* n) {
     n[3] ? scale_rows<Bf16>(n) : scale_rows<Fp32>(n);
+    return {};
+}
+
+// x += summand.
+template <class Kind>
+void add_rows(const int64_t* n) {
+    using Element = typename Kind::Element;
+    const int64_t num_rows = n[2], width = n[3];
+    for_rows(num_rows, width, [&](int64_t row) {
+        auto* x = reinterpret_cast<Element*>(n[0]) + row * width;
+        const auto* summand = reinterpret_cast<const Element*>(n[1]) + row * width;
+        for_vectors(width, [&](int64_t i, auto lanes) {
+            Kind::store(x + i, lanes, add(Kind::load(x + i, lanes), Kind::load(summand + i, lanes)));
+        });
+    });
+}
+
+Outcome run_add_rows(const int64_t* n) {
+    n[4] ? add_rows<Bf16>(n) : add_rows<Fp32>(n);
     return {};
 }
 
@@ -367,6 +405,11 @@ constexpr Kernel kGateAndMul{
     "gate_and_mul(addresses, sizes, stride, is_bf16, gate): see elementwise.py."};
 constexpr Kernel kScaleRows{
     "scale_rows", nullptr, 4, 1, run_scale_rows, nullptr, "scale_rows(x, T, width, is_bf16, scale): x *= scale."};
+constexpr Kernel kAddRows{
+    "add_rows", nullptr, 5, 0, run_add_rows, nullptr, "add_rows(x, summand, T, width, is_bf16): x += summand."};
+constexpr Kernel kNormColumns{
+    "norm_columns", nullptr, 8, 1, run_norm_columns, nullptr,
+    "norm_columns(x, T, width, first, count, weight, is_bf16, weight_is_fp32, eps): norms some columns, in place."};
 constexpr Kernel kKvWrite{
     "kv_write", nullptr, 15, 0, run_kv_write, nullptr,
     "kv_write(addresses, strides and sizes in bytes): see elementwise.py."};
@@ -385,14 +428,17 @@ PyMethodDef TRIPTYCH_METHODS(elementwise)[] = {
     TRIPTYCH_KERNEL_METHOD(kRmsNorm),
     TRIPTYCH_KERNEL_METHOD(kGateAndMul),
     TRIPTYCH_KERNEL_METHOD(kScaleRows),
+    TRIPTYCH_KERNEL_METHOD(kAddRows),
+    TRIPTYCH_KERNEL_METHOD(kNormColumns),
     TRIPTYCH_KERNEL_METHOD(kKvWrite),
     TRIPTYCH_KERNEL_METHOD(kRotaryKvWrite),
     TRIPTYCH_KERNEL_METHOD(kGreedy),
     TRIPTYCH_KERNEL_METHOD(kTakeRows),
     {nullptr, nullptr, 0, nullptr}};
 const triptych::Kernel* const TRIPTYCH_KERNELS_OF(elementwise)[] = {
-    &triptych::kRmsNorm,       &triptych::kGateAndMul, &triptych::kScaleRows, &triptych::kKvWrite,
-    &triptych::kRotaryKvWrite, &triptych::kGreedy,     &triptych::kTakeRows,  nullptr};
+    &triptych::kRmsNorm,     &triptych::kGateAndMul, &triptych::kScaleRows,     &triptych::kAddRows,
+    &triptych::kNormColumns, &triptych::kKvWrite,    &triptych::kRotaryKvWrite, &triptych::kGreedy,
+    &triptych::kTakeRows,    nullptr};
 
 #else
 

@@ -51,11 +51,11 @@ def _is_served(layer: DenseLayer, final_norm: Tensor, dtype: torch.dtype) -> boo
     (hidden,), dim, cos_sin = final_norm.shape, layer.head_dim, layer.cos_sin
     num_heads, num_kv_heads, width = layer.num_heads, layer.num_kv_heads, layer.gate_up.out_features
     of_heads = [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
-    norms = [(norm, hidden) for norm in (layer.input_norm, layer.post_attention_norm, final_norm)]
-    norms += [
-        (norm, hidden) for norm in (layer.attention_out_norm, layer.feed_forward_out_norm) if norm is not None
-    ]
-    norms += [(norm, dim) for norm in of_heads]
+    of_rows = (layer.input_norm, layer.post_attention_norm, final_norm)
+    of_summands = (layer.attention_out_norm, layer.feed_forward_out_norm)
+    norms = [(norm, hidden) for norm in (*of_rows, *of_summands) if norm is not None]
+    widths = (num_heads * dim, num_kv_heads * dim) if _spans_heads(layer) else (dim, dim)
+    norms += list(zip(of_heads, widths, strict=False))
     linears = (
         (layer.qkv, hidden, (num_heads + 2 * num_kv_heads) * dim),
         (layer.out, num_heads * dim, hidden),
@@ -91,6 +91,11 @@ def _is_served(layer: DenseLayer, final_norm: Tensor, dtype: torch.dtype) -> boo
             for low_rank, num_inputs, num_columns in _additions(layer)
         )
     )
+
+
+def _spans_heads(layer: DenseLayer) -> bool:
+    """Whether the norms of queries and keys are of all heads together."""
+    return layer.query_norm is not None and layer.query_norm.numel() != layer.head_dim
 
 
 def _additions(layer: DenseLayer) -> list[tuple[LowRank | None, int, int]]:
@@ -232,19 +237,21 @@ class _NativeLayers:
             named(name).by_row(_NUMBER_BYTES) if with_low_rank else None for name in _LOW_RANK_SLOTS
         )
         with program.over_rows(named("num_tokens"), at_once):
-            first = self._layers[0]
-            self._add_norm(program, x, 0, first.input_norm, normed, named("num_tokens"), first.eps)
-            self._add_qkv(program, 0, groups[0], added)
+            first, rows = self._layers[0], x
+            if first.input_norm is not None:
+                self._add_norm(program, x, 0, first.input_norm, normed, named("num_tokens"), first.eps)
+                rows = normed
+            self._add_qkv(program, 0, groups[0], rows, added)
         for index, layer in enumerate(self._layers[:-1]):
             following = self._layers[index + 1]
             self._add_attention(program, index, groups[index])
             attended = named("attended").by_row(layer.out.in_features * self._dtype.itemsize)
             with program.over_rows(named("num_tokens"), at_once):
                 summand = self._add_mlp(program, layer, attended, x, named("num_tokens"), added)
-                self._add_norm(
-                    program, summand, x, following.input_norm, normed, named("num_tokens"), following.eps
+                rows = self._add_to_residual(
+                    program, summand, x, following.input_norm, named("num_tokens"), following.eps
                 )
-                self._add_qkv(program, index + 1, groups[index + 1], added)
+                self._add_qkv(program, index + 1, groups[index + 1], rows, added)
         last = self._layers[-1]
         self._add_attention(program, len(self._layers) - 1, groups[-1])
         # The last layer's results for other tokens are not needed.
@@ -282,17 +289,45 @@ class _NativeLayers:
             self._is_bf16, weight.dtype is torch.float32, eps,
         )  # fmt: skip
 
-    def _add_qkv(self, program: Program, index: int, group: int, added: Register | None) -> None:
-        """Compute qkv of all tokens from normed rows, rotate it and write it to the cache."""
+    def _add_to_residual(
+        self,
+        program: Program,
+        summand: Register,
+        residual: Register,
+        norm: Tensor | None,
+        count: Register,
+        eps: float,
+    ) -> Register:
+        """Returns the residual's norm, or where there is none the residual."""
+        if norm is None:
+            program.add("add_rows", residual, summand, count, self._hidden, self._is_bf16)
+            return residual
+        normed = program.register("normed")
+        self._add_norm(program, summand, residual, norm, normed, count, eps)
+        return normed
+
+    def _add_qkv(
+        self, program: Program, index: int, group: int, rows: Register, added: Register | None
+    ) -> None:
+        """Compute qkv of all tokens from what attention reads, rotate it and write it to the cache."""
         named, layer, width = program.register, self._layers[index], self._layers[index].qkv.out_features
         qkv, tokens = named("qkv").by_row(width * self._dtype.itemsize), named("num_tokens")
         positions, slots = (named(name).by_row(_NUMBER_BYTES) for name in ("positions", f"slots {group}"))
         low_rank, (max_positions, rotary_dim) = layer.low_rank or LayerLowRank(), layer.cos_sin.shape
         norms_are_fp32 = layer.query_norm is not None and layer.query_norm.dtype is torch.float32
-        _add_linear(program, layer.qkv, named("normed"), qkv, tokens, low_rank.qkv, added)
+        _add_linear(program, layer.qkv, rows, qkv, tokens, low_rank.qkv, added)
+        query_norm, key_norm = _address(layer.query_norm), _address(layer.key_norm)
+        if _spans_heads(layer):
+            num_queries, num_keys = (n * layer.head_dim for n in (layer.num_heads, layer.num_kv_heads))
+            for first, count, norm in ((0, num_queries, query_norm), (num_queries, num_keys, key_norm)):
+                program.add(
+                    "norm_columns", qkv, tokens, width, first, count, norm, self._is_bf16, norms_are_fp32,
+                    layer.eps,
+                )  # fmt: skip
+            query_norm = key_norm = 0
         program.add(
             "rotary_kv_write", qkv, positions, layer.cos_sin.data_ptr(), slots, named(f"keys of {index}"),
-            named(f"values of {index}"), _address(layer.query_norm), _address(layer.key_norm), width,
+            named(f"values of {index}"), query_norm, key_norm, width,
             tokens, layer.num_heads, layer.num_kv_heads, layer.head_dim, rotary_dim, named("num_slots"),
             named("block_size"), max_positions, self._is_bf16, norms_are_fp32, layer.eps,
         )  # fmt: skip
@@ -320,12 +355,14 @@ class _NativeLayers:
 
         Returns what is to be added to the residual.
         """
-        normed, projected, gated = map(program.register, _AT_HAND)
+        _, projected, gated = map(program.register, _AT_HAND)
         low_rank = layer.low_rank or LayerLowRank()
         _add_linear(program, layer.out, attended, projected, count, low_rank.out, added)
         summand = self._add_summand(program, layer, layer.attention_out_norm, count)
-        self._add_norm(program, summand, residual, layer.post_attention_norm, normed, count, layer.eps)
-        _add_linear(program, layer.gate_up, normed, gated, count, low_rank.gate_up, added)
+        rows = self._add_to_residual(
+            program, summand, residual, layer.post_attention_norm, count, layer.eps
+        )
+        _add_linear(program, layer.gate_up, rows, gated, count, low_rank.gate_up, added)
         _add_linear(program, layer.down, gated, projected, count, low_rank.down, added)
         return self._add_summand(program, layer, layer.feed_forward_out_norm, count)
 

@@ -16,7 +16,10 @@ FAMILIES = [
     "deepseek_v3",
 ]  # fmt: skip
 
-NATIVE_FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "mixtral", "phi3", "qwen3_moe", "gemma3", "granite"]
+NATIVE_FAMILIES = [
+    "llama", "qwen2", "qwen3", "mistral", "mixtral", "phi3", "qwen3_moe", "gemma3", "granite", "olmo2",
+    "olmo3",
+]  # fmt: skip
 
 
 def prompt_of(length: int, *, seed: int) -> list[int]:

@@ -52,13 +52,14 @@ class Rig:
         bias: bool,
         quantization: str,
         ffn: int = FFN,
-        gemma: bool = False,
+        family: str = "",
     ) -> None:
-        """gemma: layers have norms in fp32, also of what they add, gates of gelu, tables of their own.
-
-        And a scale of what they add, as Granite has.
+        """family: "gemma", whose norms are in fp32, also of what layers add, with gates of gelu, and tables of
+        their own, and a scale of what they add, as Granite has; or "olmo", which norms only what layers add,
+        and the queries of all heads together.
         """
-        self.ops, self.dtype, self.ffn, self.gemma = ops, dtype, ffn, gemma
+        self.ops, self.dtype, self.ffn = ops, dtype, ffn
+        self.gemma, self.olmo = family == "gemma", family == "olmo"
         self.random = torch.Generator().manual_seed(3)
         self.tables = [torch.randn(MAX_POSITIONS, ROTARY, generator=self.random) for _ in range(2)]
         self.layers = [
@@ -87,13 +88,14 @@ class Rig:
         window = 5 if index == 1 else None
         gate = "gelu_tanh" if self.gemma else "silu"
         pack_gated = functools.partial(self.ops.pack_gated_linear, gate=gate)
+        num_normed = (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM) if self.olmo else (HEAD_DIM, HEAD_DIM)
         return DenseLayer(
-            input_norm=self.norm(HIDDEN),
+            input_norm=None if self.olmo else self.norm(HIDDEN),
             qkv=linear(WIDTH, HIDDEN, self.ops.pack_linear),
-            query_norm=self.norm(HEAD_DIM) if norms else None,
-            key_norm=self.norm(HEAD_DIM) if norms else None,
+            query_norm=self.norm(num_normed[0]) if norms else None,
+            key_norm=self.norm(num_normed[1]) if norms else None,
             out=linear(HIDDEN, HEADS * HEAD_DIM, self.ops.pack_linear),
-            post_attention_norm=self.norm(HIDDEN),
+            post_attention_norm=None if self.olmo else self.norm(HIDDEN),
             gate_up=linear(2 * self.ffn, HIDDEN, pack_gated),
             down=linear(HIDDEN, self.ffn, self.ops.pack_linear),
             num_heads=HEADS,
@@ -103,8 +105,8 @@ class Rig:
             window=window,
             cos_sin=self.tables[1 if self.gemma and window else 0],
             eps=1e-5,
-            attention_out_norm=self.norm(HIDDEN) if self.gemma else None,
-            feed_forward_out_norm=self.norm(HIDDEN) if self.gemma else None,
+            attention_out_norm=self.norm(HIDDEN) if self.gemma or self.olmo else None,
+            feed_forward_out_norm=self.norm(HIDDEN) if self.gemma or self.olmo else None,
             residual_scale=0.22 if self.gemma else None,
         )
 
@@ -164,14 +166,19 @@ class Rig:
 
     def one_by_one(self, step: Step, caches: Sequence[Cache]) -> Tensor:
         ops, residual, added = self.ops, step.x.clone(), step.low_rank_slots
-        x = ops.rms_norm(residual, self.layers[0].input_norm, 1e-5)
+        x = residual if self.olmo else ops.rms_norm(residual, self.layers[0].input_norm, 1e-5)
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             low_rank = layer.low_rank or LayerLowRank()
             qkv = project(layer.qkv, x, low_rank.qkv, added)
+            norms = {"query_norm": layer.query_norm, "key_norm": layer.key_norm}
+            if self.olmo:
+                parts = qkv.split([HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM], 1)
+                for part, norm in zip(parts, norms.values(), strict=False):
+                    part.copy_(ops.rms_norm(part, norm, layer.eps))
+                norms = {}
             ops.rotary_kv_write(
                 qkv, step.positions, layer.cos_sin, step.slots[cache.group], cache.key_cache,
-                cache.value_cache, num_heads=HEADS, query_norm=layer.query_norm, key_norm=layer.key_norm,
-                eps=layer.eps,
+                cache.value_cache, num_heads=HEADS, **norms, eps=layer.eps,
             )  # fmt: skip
             heads = qkv.view(-1, HEADS + 2 * KV_HEADS, HEAD_DIM)[:, :HEADS]
             attended = ops.paged_attention(
@@ -183,14 +190,17 @@ class Rig:
                 added = None if added is None else added[step.rows]
             x = project(layer.out, attended, low_rank.out, added)
             x = self._summand(layer, x, layer.attention_out_norm)
-            x = ops.add_rms_norm(x, residual, layer.post_attention_norm, layer.eps)
+            x = self._added(x, residual, layer.post_attention_norm, layer.eps)
             x = project(layer.gate_up, x, low_rank.gate_up, added)
             x = project(layer.down, x, low_rank.down, added)
             x = self._summand(layer, x, layer.feed_forward_out_norm)
             is_last = index == NUM_LAYERS - 1
             following = self.final_norm if is_last else self.layers[index + 1].input_norm
-            x = ops.add_rms_norm(x, residual, following, layer.eps)
+            x = self._added(x, residual, following, layer.eps)
         return x
+
+    def _added(self, x: Tensor, residual: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+        return residual.add_(x) if norm is None else self.ops.add_rms_norm(x, residual, norm, eps)
 
     def _summand(self, layer: DenseLayer, x: Tensor, norm: Tensor | None) -> Tensor:
         x = x if norm is None else self.ops.rms_norm(x, norm, layer.eps)
@@ -219,21 +229,22 @@ STEPS: tuple[tuple[list[int], list[int], list[int]], ...] = (
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    ("norms", "bias", "quantization", "gemma"),
+    ("norms", "bias", "quantization", "family"),
     [
-        (False, False, "", False),
-        (True, True, "", False),
-        (False, True, "int8", False),
-        (False, True, JOINED, False),
-        (True, False, "", True),
-        (True, False, JOINED, True),
+        (False, False, "", ""),
+        (True, True, "", ""),
+        (False, True, "int8", ""),
+        (False, True, JOINED, ""),
+        (True, False, "", "gemma"),
+        (True, False, JOINED, "gemma"),
+        (True, False, "", "olmo"),
     ],
 )
 def test_bits_are_those_of_the_ops_one_by_one(
-    ops, use_threads, dtype, norms, bias, quantization, gemma, num_threads
+    ops, use_threads, dtype, norms, bias, quantization, family, num_threads
 ):
     use_threads(num_threads)
-    rig = Rig(ops, dtype, norms=norms, bias=bias, quantization=quantization, gemma=gemma)
+    rig = Rig(ops, dtype, norms=norms, bias=bias, quantization=quantization, family=family)
     fused, ours, theirs = rig.fused(), rig.caches(), rig.caches()
     for lengths, totals, rows in STEPS:
         step = rig.step(lengths, totals, rows)
@@ -267,14 +278,14 @@ def test_rows_that_the_caches_do_not_keep_are_taken_in_turns(ops, use_threads, d
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    ("bias", "quantization", "gemma"),
-    [(False, "", False), (True, "int8", False), (True, JOINED, False), (False, "", True)],
+    ("bias", "quantization", "family"),
+    [(False, "", ""), (True, "int8", ""), (True, JOINED, ""), (False, "", "gemma")],
 )
 def test_additions_have_the_bits_of_the_ops_one_by_one(
-    ops, use_threads, dtype, bias, quantization, gemma, num_threads
+    ops, use_threads, dtype, bias, quantization, family, num_threads
 ):
     use_threads(num_threads)
-    rig = Rig(ops, dtype, norms=False, bias=bias, quantization=quantization, gemma=gemma)
+    rig = Rig(ops, dtype, norms=False, bias=bias, quantization=quantization, family=family)
     base, others = rig.fused(), rig.caches()
     rig.add_low_rank()
     fused, ours, theirs = rig.fused(), rig.caches(), rig.caches()

@@ -109,6 +109,7 @@ CASES = {
     "qwen3 attention alone": ("qwen3", "native", ("q_proj", "v_proj"), {"use_rslora": True}),
     "gemma3": ("gemma3", "native", (*MLP_AND_ATTENTION, "embed_tokens"), {}),
     "granite": ("granite", "native", MLP_AND_ATTENTION, {}),
+    "olmo3": ("olmo3", "native", MLP_AND_ATTENTION, {}),
     "phi3 joined": ("phi3", "native", ("qkv_proj", "gate_up_proj", "o_proj"), {}),
     "qwen3_moe attention": ("qwen3_moe", "native", ("q_proj", "k_proj", "o_proj"), {}),
     "gpt2": ("gpt2", "transformers", ("c_attn", "c_fc"), {"fan_in_fan_out": True}),

@@ -272,7 +272,7 @@ MODELS: dict[str, tuple[str, str, Mapping[str, Any], Any]] = {
     ),
     "joined projections": ("phi3", NATIVE, of_fp8(weight_block_size=[16, 16]), of_projections(fp8(block=16))),
     "mixed groups": ("qwen2", NATIVE, MIXED, mixed),
-    "gptq by transformers": ("olmo2", OTHER, of_gptq(8, -1), of_projections(gptq(8, -1))),
+    "gptq by transformers": ("stablelm", OTHER, of_gptq(8, -1), of_projections(gptq(8, -1))),
     "fp8 experts by transformers": ("olmoe", OTHER, of_fp8(), of_projections(fp8("channel"))),
     "mxfp4": ("gpt_oss", OTHER, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, of_gpt_oss),
 }

@@ -23,7 +23,9 @@ from tests.engine_svc.model.checkpoints import MAX_POSITION, VOCAB_SIZE, make_ch
 from tests.engine_svc.model.loading.gguf.gguf_models import write_model
 from triptych_kernels import REFERENCE, AttentionBatch, ops_for
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "gemma3", "granite")
+FAMILIES = (
+    "llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "gemma3", "granite", "olmo2", "olmo3",
+)  # fmt: skip
 NUM_TOKENS = 90
 BLOCK_SIZE = 4
 NATIVE = LoadOptions(num_threads=1, model_impl="native")
@@ -241,16 +243,22 @@ def test_the_native_implementation_is_refused_by_name_where_unsupported(tmp_path
         load_model(tmp_path, LoadOptions(num_threads=1, quantization="int8"))
 
 
-def test_gemma_with_rope_scaled_in_full_layers(tmp_path):
-    make_checkpoint("gemma3", tmp_path)
-    change_config(
-        tmp_path,
-        query_pre_attn_scalar=24,
-        rope_parameters={
-            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    )
+_LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40}
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "changes"),
+    [
+        ("gemma3", _LINEAR, {"query_pre_attn_scalar": 24}),
+        ("gemma3", _YARN, {}),
+        ("olmo3", _YARN, {"attention_bias": True}),
+    ],
+)
+def test_each_kind_of_layers_has_a_rope_of_its_own(family, rope, changes, tmp_path):
+    make_checkpoint(family, tmp_path, **changes)
+    ropes = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    change_config(tmp_path, rope_parameters=ropes)
     assert_computes_what_transformers_does(tmp_path)
 
 
@@ -263,8 +271,8 @@ def test_gemma_with_rope_scaled_in_full_layers(tmp_path):
         ("attention_bias", True, "attention_bias is True"),
         (
             "rope_parameters",
-            {"full_attention": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 2.0}},
-            "rope_type of full_attention is yarn, must be default or linear",
+            {"full_attention": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0}},
+            "rope_type of full_attention is dynamic, the native decoder has default, linear",
         ),
     ],
 )
