@@ -126,7 +126,7 @@ class Experts(Protocol):
         """These experts followed by `more` of the same kind and shape, in new memory."""
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """Sum over a token's k experts, in order, of weight * down(silu(gate(x)) * up(x)).
+        """Sum over a token's k experts, in order, of weight * down(silu(gate(x)) * up(x)), or another gate.
 
         x: [T, hidden].  expert_ids: [T, k] int32 or int64; ids outside this rank's experts add nothing.
         expert_weights: [T, k] fp32.  Returns [T, hidden] in x's dtype; the sum is in fp32.
@@ -172,6 +172,22 @@ class PackGatedLinear(PackLinear, Protocol):
         """gate: "silu" or "gelu_tanh", whose op is in Ops.  The others: see PackLinear."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertBiases:
+    """Of each of E experts, what is added to its products before anything else is computed of them."""
+
+    gate_up: Tensor  # [E, 2 F], gates first
+    down: Tensor  # [E, hidden]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.gate_up.nbytes + self.down.nbytes
+
+    def part(self, experts: slice) -> ExpertBiases:
+        """Those of some of the experts, in memory of their own."""
+        return ExpertBiases(self.gate_up[experts].clone(), self.down[experts].clone())
+
+
 class PackExperts(Protocol):
     """Packs experts' weights once, at load."""
 
@@ -180,12 +196,15 @@ class PackExperts(Protocol):
         gate_up: ExpertWeights,
         down: ExpertWeights,
         *,
+        biases: ExpertBiases | None = None,
+        gate: str = "silu",
         first_expert: int = 0,
         activations: str = "exact",
     ) -> Experts:
         """Of each expert, gate_up: [2 F, hidden], gates first; down: [hidden, F].
 
         They are experts first_expert to first_expert + E - 1 of the model.  activations: see PackLinear.
+        gate: "silu" or "clamped_swiglu", which reference/activation.py defines.
         """
 
 
@@ -217,7 +236,9 @@ class DenseLayer:
     query_norm: Tensor | None  # [head_dim] of each head, or [num_heads * head_dim] of all together
     key_norm: Tensor | None
     out: Linear
-    post_attention_norm: Tensor | None  # of the residual, before the feed-forward network; None: it reads that
+    post_attention_norm: (
+        Tensor | None
+    )  # of the residual, which the feed-forward network reads where it is None
     gate_up: Linear  # of pack_gated_linear
     down: Linear
     num_heads: int
@@ -335,7 +356,7 @@ class Ops:
 
 
 __all__ = [
-    "AttentionBatch", "DenseLayer", "Experts", "FusedLayers", "LayerCache", "LayerLowRank", "Linear",
-    "LowRank", "LowRankMatrices", "MakeLowRank", "Ops", "PackExperts", "PackGatedLinear", "PackLinear",
-    "PackedParts", "Penalised", "StateBatch",
+    "AttentionBatch", "DenseLayer", "ExpertBiases", "Experts", "FusedLayers", "LayerCache", "LayerLowRank",
+    "Linear", "LowRank", "LowRankMatrices", "MakeLowRank", "Ops", "PackExperts", "PackGatedLinear",
+    "PackLinear", "PackedParts", "Penalised", "StateBatch",
 ]  # fmt: skip

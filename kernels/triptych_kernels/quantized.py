@@ -72,7 +72,10 @@ class QuantizedWeight:
 
     def rows(self, first: int, end: int) -> QuantizedWeight:
         """Rows first to end - 1, in the same memory."""
-        rows = slice(first, end)
+        return self.at_rows(slice(first, end))
+
+    def at_rows(self, rows: slice | Tensor) -> QuantizedWeight:
+        """Rows by their indices [R] int64, or a slice of them, which are in the same memory."""
         return replace(
             self,
             codes=self.codes[rows],

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from triptych_kernels import REFERENCE, ops_for
+from triptych_kernels import REFERENCE, ExpertBiases, ops_for
 from triptych_kernels.reference.activation import gelu_tanh_and_mul, silu_and_mul
 from triptych_kernels.reference.linear import pack_linear
 from triptych_kernels.reference.norm import add_rms_norm, rms_norm
@@ -119,7 +119,7 @@ def test_the_door_offers_ops_for_this_machine():
 _GENERATOR_SEED = 5
 
 
-def naive_token(x, gate_up, down, expert_ids, expert_weights, first_expert):
+def naive_token(x, gate_up, down, expert_ids, expert_weights, first_expert, biases):
     num_features = down.shape[2]
     output = [0.0] * down.shape[1]
     for expert, weight in zip(expert_ids, expert_weights, strict=True):
@@ -127,16 +127,24 @@ def naive_token(x, gate_up, down, expert_ids, expert_weights, first_expert):
         if not 0 <= local < down.shape[0]:
             continue
         projected = [sum(w * v for w, v in zip(row, x, strict=True)) for row in gate_up[local].tolist()]
-        gates, ups = projected[:num_features], projected[num_features:]
-        hidden = [gate / (1 + math.exp(-gate)) * up for gate, up in zip(gates, ups, strict=True)]
+        if biases is not None:
+            projected = [p + b for p, b in zip(projected, biases.gate_up[local].tolist(), strict=True)]
+        pairs = zip(projected[:num_features], projected[num_features:], strict=True)
+        if biases is None:
+            hidden = [gate / (1 + math.exp(-gate)) * up for gate, up in pairs]
+        else:
+            clamped = [(min(gate, 7.0), max(-7.0, min(up, 7.0))) for gate, up in pairs]
+            hidden = [gate / (1 + math.exp(-1.702 * gate)) * (up + 1) for gate, up in clamped]
         for cached, row in enumerate(down[local].tolist()):
-            output[cached] += weight * sum(w * h for w, h in zip(row, hidden, strict=True))
+            added = 0.0 if biases is None else biases.down[local, cached].item()
+            output[cached] += weight * (sum(w * h for w, h in zip(row, hidden, strict=True)) + added)
     return output
 
 
 @pytest.mark.parametrize("first_expert", [0, 2])
+@pytest.mark.parametrize("is_clamped", [False, True], ids=["silu", "clamped with biases"])
 @pytest.mark.parametrize(("num_tokens", "num_per_token"), [(1, 1), (7, 2), (12, 4)])
-def test_experts_equal_the_naive_loop(num_tokens, num_per_token, first_expert):
+def test_experts_equal_the_naive_loop(num_tokens, num_per_token, is_clamped, first_expert):
     generator = torch.Generator().manual_seed(_GENERATOR_SEED)
     x = torch.randn(num_tokens, 6, generator=generator)
     gate_up = torch.randn(4, 10, 6, generator=generator)
@@ -144,10 +152,16 @@ def test_experts_equal_the_naive_loop(num_tokens, num_per_token, first_expert):
     ids = torch.stack([torch.randperm(6, generator=generator)[:num_per_token] for _ in range(num_tokens)])
     weights = torch.rand(num_tokens, num_per_token, generator=generator)
 
-    output = REFERENCE.pack_experts(gate_up, down, first_expert=first_expert)(x, ids, weights)
+    biases, gate = None, "silu"
+    if is_clamped:
+        wide = 8.0 * torch.randn(4, 10, generator=generator)
+        biases, gate = ExpertBiases(wide, torch.randn(4, 6, generator=generator)), "clamped_swiglu"
+
+    experts = REFERENCE.pack_experts(gate_up, down, biases=biases, gate=gate, first_expert=first_expert)
+    output = experts(x, ids, weights)
 
     expected = [
-        naive_token(row.tolist(), gate_up, down, row_ids.tolist(), row_weights.tolist(), first_expert)
+        naive_token(row.tolist(), gate_up, down, row_ids.tolist(), row_weights.tolist(), first_expert, biases)
         for row, row_ids, row_weights in zip(x, ids, weights, strict=True)
     ]
     torch.testing.assert_close(output, torch.tensor(expected), rtol=1e-5, atol=1e-5)

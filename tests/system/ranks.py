@@ -16,6 +16,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     Olmo3Config,
@@ -67,6 +68,13 @@ _CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "mixtral": lambda: MixtralConfig(**_SHAPE, **_EXPERTS, num_local_experts=4, sliding_window=None),
     "gemma3": lambda: Gemma3TextConfig(
         **_SHAPE, sliding_window=16, layer_types=["sliding_attention", "full_attention"] * 2
+    ),
+    "gpt_oss": lambda: GptOssConfig(
+        **_SHAPE,
+        **_EXPERTS,
+        num_local_experts=4,
+        sliding_window=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
     "olmo3": lambda: Olmo3Config(
         **_SHAPE, sliding_window=16, layer_types=["sliding_attention", "full_attention"] * 2

@@ -64,7 +64,7 @@ from triptych_kit.clock import MonotonicClock
 
 pytestmark = pytest.mark.chaos
 
-FAMILIES = ("llama", "phi3", "qwen2", "mixtral", "qwen3_moe", "gemma3", "olmo3")
+FAMILIES = ("llama", "phi3", "qwen2", "mixtral", "qwen3_moe", "gemma3", "olmo3", "gpt_oss")
 NUM_REQUESTS = 12
 TP_2 = {"tensor_parallel_size": 2}
 PP_2 = {"pipeline_parallel_size": 2}
@@ -107,6 +107,8 @@ def with_requests(driver: Driver) -> Driver:
         ("gemma3", TP_2),
         ("gemma3", PP_2),
         ("olmo3", TP_2),
+        ("gpt_oss", TP_2),
+        ("gpt_oss", EP_2),
     ],
     ids=[
         "llama-tp2",
@@ -118,6 +120,8 @@ def with_requests(driver: Driver) -> Driver:
         "gemma3-tp2",
         "gemma3-pp2",
         "olmo3-tp2",
+        "gpt-oss-tp2",
+        "gpt-oss-ep2",
     ],
 )
 def test_ranks_say_what_one_says_and_hold_their_share(family, division, folders, alone):

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
-from typing import Protocol, overload
+from typing import Protocol, overload, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -35,6 +35,16 @@ class WeightSource(Protocol):
 
     def read(self, read: Callable[[str], Tensor]) -> Tensor | QuantizedWeight:
         """The weight.  read: a tensor as stored, by its name. Raises CheckpointError for broken content."""
+
+
+@runtime_checkable
+class ExpertsSource(Protocol):
+    """A WeightSource of all experts' matrices, [E, inputs, outputs], that can be read one by one."""
+
+    def read_expert(
+        self, index: int, read_rows: Callable[[str, int, int], Tensor]
+    ) -> Tensor | QuantizedWeight:
+        """[outputs, inputs] of one expert.  read_rows: rows of a tensor, by its name, their first and end."""
 
 
 class WeightReader:
@@ -136,6 +146,21 @@ class WeightReader:
             return self._converted(weight.narrow(dim, start, end - start).clone())
         return self._converted(weight.columns(start, end) if dim else weight.rows(start, end))
 
+    def read_expert(self, name: str, index: int) -> Tensor | QuantizedWeight:
+        """The matrix [outputs, inputs] of one expert, of a weight [E, inputs, outputs]; see `read_weight`."""
+        source = self._sources.get(name)
+        if source is None:
+            return self._converted(self._read_rows(name, index, index + 1)[0].t().contiguous())
+        if not isinstance(source, ExpertsSource):
+            raise CheckpointError(f"{name} is stored in a format that has no experts one by one")
+        with self._lock:
+            self._unread.pop(name, None)
+        return self._converted(
+            source.read_expert(
+                index, lambda part, first, end: self._read_rows(self._prefix + part, first, end)
+            )
+        )
+
     def unread(self) -> list[str]:
         """Names of the tensors that have not been read."""
         return list(self._unread)
@@ -156,6 +181,10 @@ class WeightReader:
     def _read_part(self, name: str) -> Tensor:
         file, stored = self._find(name)
         return self._counted(name, file.read(stored))
+
+    def _read_rows(self, name: str, first: int, end: int) -> Tensor:
+        file, stored = self._find(name)
+        return self._counted(name, file.read_slice(stored, 0, first, end))
 
     def _find(self, name: str) -> tuple[WeightFile, StoredTensor]:
         stored = self._stored.get(name)

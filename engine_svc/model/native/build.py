@@ -27,7 +27,17 @@ from engine_svc.model.native.layers import (
 )
 from engine_svc.model.native.spec import DecoderSpec, ExpertsSpec
 from engine_svc.model.parallel import Parallel
-from triptych_kernels import Experts, Linear, Ops, PackLinear, QuantizedWeight, as_tensor, join_rows
+from triptych_kernels import (
+    ExpertBiases,
+    Experts,
+    Linear,
+    Ops,
+    PackLinear,
+    QuantizedWeight,
+    Weight,
+    as_tensor,
+    join_rows,
+)
 
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -268,6 +278,7 @@ class DecoderBuilder:
             query_norm=self._head_norm(prefix + "q_norm.weight", spec.num_heads),
             key_norm=self._head_norm(prefix + "k_norm.weight", spec.num_kv_heads),
             norms_span_heads=spec.qk_norm_spans_heads,
+            sinks=self._sinks(prefix + "sinks", rank * num_heads, num_heads) if spec.has_sinks else None,
             eps=spec.eps,
         )
 
@@ -282,6 +293,12 @@ class DecoderBuilder:
         # With fewer KV heads than ranks, neighbouring ranks hold the same head.
         num_copies = max(1, ranks // num_heads)
         return norm.view(num_heads, -1).repeat_interleave(num_copies, 0).flatten()
+
+    def _sinks(self, name: str, first: int, count: int) -> Tensor:
+        """Of `count` heads from `first` on."""
+        sinks = self._read(name, (self.spec.num_heads,), 0, first, count).float()
+        self._count(sinks, sinks.nbytes)
+        return sinks
 
     def _dense(self, prefix: str) -> FeedForward:
         spec, rank, ranks = self.spec, self.parallel.tp_rank, self.parallel.tp_size
@@ -306,7 +323,12 @@ class DecoderBuilder:
             rank, ranks = self.share.rank, self.share.size
         packed = self._experts(prefix, experts, *expert_range(experts.num_experts, rank, ranks))
         mixture = MixtureOfExperts(
-            router=self.linear(prefix + experts.router_name + ".weight", experts.num_experts, hidden),
+            router=self.linear(
+                prefix + experts.router_name + ".weight",
+                experts.num_experts,
+                hidden,
+                bias_name=prefix + experts.router_name + ".bias" if experts.has_bias else None,
+            ),
             experts=packed,
             num_chosen=experts.num_chosen,
             normalizes=experts.normalizes,
@@ -326,22 +348,73 @@ class DecoderBuilder:
         share = total // ranks
 
         def pack() -> Experts:
-            gate_up, down = [], []
-            for expert in range(first, end):
-                names = [
-                    prefix + name.format(expert) + ".weight" for name in (experts.gate_name, experts.up_name)
-                ]
-                gate_up.append(
-                    join_rows([self._weight(name, (total, hidden), 0, rank * share, share) for name in names])
-                )
-                name = prefix + experts.down_name.format(expert) + ".weight"
-                down.append(self._weight(name, (hidden, total), 1, rank * share, share))
-            return self.ops.pack_experts(gate_up, down, first_expert=first, activations=self.activations)
+            read = self._read_stacked if experts.is_stacked else self._read_single
+            weights = [read(prefix, experts, expert, rank * share, share) for expert in range(first, end)]
+            biases = None
+            if experts.has_bias:
+                biases = self._expert_biases(prefix, experts, slice(first, end), rank * share, share)
+            return self.ops.pack_experts(
+                [gate_up for gate_up, _ in weights],
+                [down for _, down in weights],
+                biases=biases,
+                gate=experts.gate,
+                first_expert=first,
+                activations=self.activations,
+            )
 
         packed = self.packed.get(prefix + "experts", pack)
-        self.num_parameters += 3 * (end - first) * share * hidden
+        num_biases = (2 * share + hidden) * experts.has_bias
+        self.num_parameters += (end - first) * (3 * share * hidden + num_biases)
         self.num_bytes += packed.num_bytes
         return packed
+
+    def _read_single(
+        self, prefix: str, experts: ExpertsSpec, expert: int, first: int, count: int
+    ) -> tuple[Weight, Weight]:
+        """gate_up and down of an expert, with `count` of its channels from `first` on."""
+        hidden, total = self.spec.hidden_size, experts.intermediate_size
+        names = [prefix + name.format(expert) + ".weight" for name in (experts.gate_name, experts.up_name)]
+        gate_up = join_rows([self._weight(name, (total, hidden), 0, first, count) for name in names])
+        down = self._weight(
+            prefix + experts.down_name.format(expert) + ".weight", (hidden, total), 1, first, count
+        )
+        return gate_up, down
+
+    def _read_stacked(
+        self, prefix: str, experts: ExpertsSpec, expert: int, first: int, count: int
+    ) -> tuple[Weight, Weight]:
+        """The same of a checkpoint that has all experts' weights as one."""
+        num_experts, hidden, total = experts.num_experts, self.spec.hidden_size, experts.intermediate_size
+        gate_up_name, down_name = prefix + experts.gate_name, prefix + experts.down_name
+        gate_up = self._expert(gate_up_name, (num_experts, hidden, 2 * total), expert)
+        down = self._expert(down_name, (num_experts, total, hidden), expert)
+        gates_over_ups = torch.arange(2 * first, 2 * (first + count)).view(count, 2).t().flatten()
+        if isinstance(down, Tensor):
+            down = down[:, first : first + count]
+        elif count < total:
+            down = down.columns(first, first + count)
+        return (
+            gate_up[gates_over_ups] if isinstance(gate_up, Tensor) else gate_up.at_rows(gates_over_ups),
+            down,
+        )
+
+    def _expert(self, name: str, shape: tuple[int, int, int], expert: int) -> Tensor | QuantizedWeight:
+        """[outputs, inputs] of an expert, of a weight [E, inputs, outputs]."""
+        self._check_stored(name, shape)
+        return self._checked(name, self.weights.read_expert(name, expert))
+
+    def _expert_biases(
+        self, prefix: str, experts: ExpertsSpec, some: slice, first: int, count: int
+    ) -> ExpertBiases:
+        """Of some of the experts, with `count` of their channels from `first` on."""
+        num_experts, hidden, total = experts.num_experts, self.spec.hidden_size, experts.intermediate_size
+        gate_up = self._read(prefix + experts.gate_name + "_bias", (num_experts, 2 * total))[some]
+        gates, ups = gate_up[:, 2 * first : 2 * (first + count)].unflatten(1, (count, 2)).unbind(2)
+        down = self._read(prefix + experts.down_name + "_bias", (num_experts, hidden))[some]
+        if first:
+            # The ranks' shares of an expert add up: one of them adds the bias.
+            down = torch.zeros_like(down)
+        return ExpertBiases(torch.cat([gates, ups], 1), down)
 
     def _rows_linear(
         self, parts: list[tuple[str, int, int, int]], num_columns: int, has_bias: bool, pack: PackLinear
@@ -416,15 +489,21 @@ class DecoderBuilder:
         return weight
 
     def linear(
-        self, name: str, num_rows: int, num_columns: int, out_dtype: torch.dtype | None = None
+        self,
+        name: str,
+        num_rows: int,
+        num_columns: int,
+        out_dtype: torch.dtype | None = None,
+        bias_name: str | None = None,
     ) -> Linear:
-        """A projection without a bias, whole.  out_dtype: None: that of its inputs."""
+        """A projection, whole.  out_dtype: None: that of its inputs.  bias_name: None: it has no bias."""
 
         def pack() -> Linear:
             weight = self._weight(name, (num_rows, num_columns))
-            return self.ops.pack_linear(weight, out_dtype=out_dtype, activations=self.activations)
+            bias = None if bias_name is None else self._read(bias_name, (num_rows,))
+            return self.ops.pack_linear(weight, bias, out_dtype=out_dtype, activations=self.activations)
 
-        return self._projection(name, pack, num_rows * num_columns)
+        return self._projection(name, pack, num_rows * (num_columns + (bias_name is not None)))
 
     def _count(self, tensor: Tensor, num_bytes: int) -> None:
         self.num_parameters += tensor.numel()
@@ -439,19 +518,25 @@ class DecoderBuilder:
         self, name: str, shape: tuple[int, ...], dim: int = 0, first: int = 0, count: int | None = None
     ) -> Tensor | QuantizedWeight:
         """The weight or the part of it: of dimension `dim`, `count` indices from `first` on."""
+        self._check_stored(name, shape)
+        if count is None or count == shape[dim]:
+            weight = self.weights.read_weight(name)
+        else:
+            weight = self.weights.read_slice(name, dim, first, first + count)
+        return self._checked(name, weight)
+
+    def _checked(self, name: str, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
+        self.has_quantized |= isinstance(weight, QuantizedWeight)
+        if not weight.dtype.is_floating_point:
+            raise CheckpointError(f"{name} is stored as {weight.dtype}, a weight takes floating point")
+        return weight
+
+    def _check_stored(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self.weights.names:
             raise CheckpointError(f"the checkpoint lacks {name}")
         stored_shape = self.weights.shape(name)
         if stored_shape != shape:
             raise CheckpointError(f"{name} has shape {stored_shape}, config.json says {shape}")
-        if count is None or count == shape[dim]:
-            weight = self.weights.read_weight(name)
-        else:
-            weight = self.weights.read_slice(name, dim, first, first + count)
-        self.has_quantized |= isinstance(weight, QuantizedWeight)
-        if not weight.dtype.is_floating_point:
-            raise CheckpointError(f"{name} is stored as {weight.dtype}, a weight takes floating point")
-        return weight
 
 
 def _joined(name: str, parts: list[tuple[str, int, int, int]]) -> list[tuple[str, int, int, int]]:

@@ -66,6 +66,7 @@ class Attention:
     query_norm: Tensor | None  # [head_dim]; if norms span heads, of the heads of all ranks
     key_norm: Tensor | None
     norms_span_heads: bool
+    sinks: Tensor | None  # [num_heads] fp32, see the op
     eps: float
 
     def __call__(
@@ -97,6 +98,7 @@ class Attention:
             context.attention[cache.group],
             scale=self.scale,
             window=self.window,
+            sinks=self.sinks,
         ).reshape(num_tokens, num_heads * head_dim)
         return self.out(attended if rows is None else attended[rows], context.low_rank_slots_of(rows))
 
@@ -195,12 +197,12 @@ class DecoderLayer:
     residual_scale: float | None = None  # of what is added to the residual, normed or not
 
     def as_dense(self, cos_sin: Tensor) -> DenseLayer | None:
-        """The weights of this layer for ops that compute whole layers; None if it has experts.
+        """The weights of this layer for ops that compute whole layers; None if it has experts or sinks.
 
         cos_sin: see NativeDecoder.
         """
         attention, network = self.attention, self.feed_forward
-        if not isinstance(network, GatedFeedForward):
+        if not isinstance(network, GatedFeedForward) or attention.sinks is not None:
             return None
         return DenseLayer(
             input_norm=self.input_norm,

@@ -22,19 +22,36 @@ _QWEN_EXPERTS = (
     "mlp.experts.{}.up_proj",
     "mlp.experts.{}.down_proj",
 )
+# Gates and ups of all experts are one weight.
+_GPT_OSS_EXPERTS = (
+    "mlp.router",
+    "mlp.experts.gate_up_proj",
+    "mlp.experts.gate_up_proj",
+    "mlp.experts.down_proj",
+)
 _FAMILIES = (
     "llama", "mistral", "phi3", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "granite", "olmo2",
-    "olmo3",
+    "olmo3", "gpt_oss",
 )  # fmt: skip
+# Settings of families that the native decoder has with one value alone.
+_GEMMA_SETTINGS = {
+    "attention_bias": False,
+    "use_bidirectional_attention": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+_GPT_OSS_SETTINGS = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 _ACTIVATIONS = {"gemma3_text": "gelu_pytorch_tanh"}  # of the others, silu
 _GATES = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # names of the ops
 # Families in which each layer states its own kind, with a window or without.
-_FAMILIES_OF_LAYER_TYPES = frozenset({"qwen2", "qwen3", "gemma3_text", "olmo3"})
+_FAMILIES_OF_LAYER_TYPES = frozenset({"qwen2", "qwen3", "gemma3_text", "olmo3", "gpt_oss"})
 # Those of them in which each kind has a rope of its own.
 _FAMILIES_OF_ROPES = frozenset({"gemma3_text", "olmo3"})
 _KINDS = ("full_attention", "sliding_attention")
 # The code of the other families ignores this setting.
-_FAMILIES_OF_ATTENTION_BIAS = frozenset({"llama", "qwen3", "qwen3_moe", "granite", "olmo2", "olmo3"})
+_FAMILIES_OF_ATTENTION_BIAS = frozenset(
+    {"llama", "qwen3", "qwen3_moe", "granite", "olmo2", "olmo3", "gpt_oss"}
+)
 # With other types, a row's angles depend on the longest row of the batch, or on its own length.
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
@@ -51,6 +68,10 @@ class ExpertsSpec:
     gate_name: str  # with {} for the expert's index, as in the next two
     up_name: str
     down_name: str
+    gate: str = "silu"  # see PackExperts
+    # The checkpoint has the weights of all experts as one, [E, inputs, outputs], gates alternating with ups.
+    is_stacked: bool = False
+    has_bias: bool = False  # each projection, and the router
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +88,10 @@ class DecoderSpec:
     vocab_size: int
     eps: float
     gate: str  # see PackGatedLinear
-    norms: str  # where a layer has them: "before" attention and the network after it, "behind" or "around" them
+    norms: str  # of a layer: "before" its parts, of what they read; "behind" them, of what they add; "around"
     has_qk_norm: bool
     qk_norm_spans_heads: bool  # the queries of all heads are normed together, and the keys
+    has_sinks: bool  # each head attends to a number of its own, too
     norms_are_offset: bool  # the checkpoint has the weights of norms less 1
     has_qkv_bias: bool
     has_out_bias: bool  # attention's output projection
@@ -111,7 +133,9 @@ def read_spec(config: Any) -> DecoderSpec:
     if not config.rms_norm_eps >= 0:
         raise NotNative(f"rms_norm_eps is {config.rms_norm_eps}, which is not at least 0")
     if is_gemma:
-        _check_gemma(config)
+        _check_settings(config, _GEMMA_SETTINGS)
+    if config.model_type == "gpt_oss":
+        _check_settings(config, _GPT_OSS_SETTINGS)
     _check_ropes(config)
     num_layers, family = config.num_hidden_layers, config.model_type
     is_granite, is_olmo = family == "granite", family in ("olmo2", "olmo3")
@@ -130,6 +154,7 @@ def read_spec(config: Any) -> DecoderSpec:
         norms="around" if is_gemma else "behind" if is_olmo else "before",
         has_qk_norm=is_gemma or is_olmo or family.startswith("qwen3"),
         qk_norm_spans_heads=is_olmo,
+        has_sinks=family == "gpt_oss",
         norms_are_offset=is_gemma,
         has_qkv_bias=family == "qwen2" or has_attention_bias,
         has_out_bias=has_attention_bias,
@@ -191,26 +216,19 @@ def _plain_frequencies(config: Any, rope: Mapping[str, Any]) -> Tensor:
     return frequencies
 
 
-def _check_gemma(config: Any) -> None:
-    """Raises NotNative for settings of a Gemma 3 that the native decoder does not compute."""
-    for name, expected in (
-        ("attention_bias", False),
-        ("use_bidirectional_attention", False),
-        ("attn_logit_softcapping", None),
-        ("final_logit_softcapping", None),
-    ):
+def _check_settings(config: Any, settings: Mapping[str, Any]) -> None:
+    """Raises NotNative for settings that the family's native decoder does not compute."""
+    for name, expected in settings.items():
         if (value := getattr(config, name, expected)) != expected:
-            raise NotNative(f"{name} is {value}, the native decoder of a Gemma 3 has {expected}")
+            raise NotNative(f"{name} is {value}, the native decoder of a {config.model_type} has {expected}")
 
 
 def _check_ropes(config: Any) -> None:
     """Raises NotNative for ropes that the native decoder does not compute."""
     for kind, rope in _ropes(config).items():
-        if rope.get("rope_type") not in _ROPE_TYPES:
-            of_kind = "" if kind is None else f" of {kind}"
-            raise NotNative(
-                f"rope_type{of_kind} is {rope.get('rope_type')}, the native decoder has {', '.join(_ROPE_TYPES)}"
-            )
+        stated, where = rope.get("rope_type"), "" if kind is None else f" of {kind}"
+        if stated not in _ROPE_TYPES:
+            raise NotNative(f"rope_type{where} is {stated}, the native decoder has {', '.join(_ROPE_TYPES)}")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise NotNative("rope rotates only a part of each head")
 
@@ -247,6 +265,17 @@ def _experts(config: Any, layer: int) -> ExpertsSpec | None:
             config.intermediate_size,
             True,
             *_MIXTRAL_EXPERTS,
+        )
+    if config.model_type == "gpt_oss":
+        return ExpertsSpec(
+            config.num_local_experts,
+            config.num_experts_per_tok,
+            config.intermediate_size,
+            True,
+            *_GPT_OSS_EXPERTS,
+            gate="clamped_swiglu",
+            is_stacked=True,
+            has_bias=True,
         )
     if config.model_type == "qwen3_moe":
         is_dense = layer in (config.mlp_only_layers or ()) or (layer + 1) % config.decoder_sparse_step

@@ -36,6 +36,7 @@ constexpr int64_t kMaxAssignments = 4096;              // tokens times experts p
 struct ExpertWeight {
     PackedWeight packed;
     const float* scales;  // of its columns, in whole panels; null: all are 1
+    const float* bias;    // the same; null: all are 0
 };
 
 // gate_up: panels that alternate, gates and the same columns' ups; F padded with zeros to whole panels.
@@ -43,6 +44,7 @@ struct ExpertsPlan {
     std::vector<ExpertWeight> gate_up, down;  // of each expert, in the same shapes
     int64_t first_expert;
     int64_t x_units, activated_units;  // of a packed row: enough for each expert
+    Gate gate;
 
     int64_t num_experts() const { return static_cast<int64_t>(down.size()); }
     int64_t hidden() const { return gate_up.front().packed.in_features; }
@@ -136,11 +138,15 @@ void pack_chunk(const PackedWeight& weight, int64_t first, int64_t count, uint32
     }
 }
 
-template <class Dtype>
-void silu_times_up(const float* gate, const float* up, typename Dtype::Element* out) {
+template <class Dtype, Gate GATE>
+void gate_times_up(const float* gate, const float* up, typename Dtype::Element* out) {
     for (int64_t column = 0; column < kPanelColumns; column += 16) {
-        const Floats silu = activated<Dtype>(Gate::kSilu, load(gate + column));
-        Dtype::store(out + column, mul(silu, load(up + column)));
+        if constexpr (GATE == Gate::kClampedSwiglu) {
+            Dtype::store(out + column, clamped_swiglu<Dtype>(load(gate + column), load(up + column)));
+        } else {
+            const Floats activated_gate = activated<Dtype>(GATE, load(gate + column));
+            Dtype::store(out + column, mul(activated_gate, load(up + column)));
+        }
     }
 }
 
@@ -175,11 +181,11 @@ bool allocate(const ExpertsPlan& plan, const Routing& routing, int64_t num_assig
     return true;
 }
 
-// silu(gate) * up of a group of panels for all rows of an expert.
-template <class Dtype>
+// What is made of gates and ups of a group of panels, for all rows of an expert.
+template <class Dtype, Gate GATE>
 bool activate_group(const ExpertsPlan& plan, const Routing& routing, const Workspace& space, int64_t expert,
                     int64_t first_panel) {
-    const auto& [weight, scales] = plan.gate_up[expert];
+    const auto& [weight, scales, bias] = plan.gate_up[expert];
     const int64_t end_panel = std::min(first_panel + kGroupPanels, weight.num_panels());
     constexpr int64_t kWidth = kGroupPanels * kPanelColumns;
     float* tile = static_cast<float*>(scratch(kScratchGemmPanel, kChunkRows * kWidth * 4));
@@ -191,14 +197,14 @@ bool activate_group(const ExpertsPlan& plan, const Routing& routing, const Works
          first += kChunkRows) {
         const int64_t count = std::min(kChunkRows, routing.first_row[expert + 1] - first);
         char* out = reinterpret_cast<char*>(tile) - first_panel * kPanelColumns * 4;
-        const StoreRows store{nullptr, scales, out, kWidth, weight.out_features, false, nullptr};
+        const StoreRows store{bias, scales, out, kWidth, weight.out_features, false, nullptr};
         multiply_panels(weight, RowBlocks(count), space.x + first * plan.x_units, first_panel, end_panel, store);
         for (int64_t row = 0; row < count; ++row) {
             for (int64_t pair = 0; pair < (end_panel - first_panel) / 2; ++pair) {
                 const float* gate = tile + row * kWidth + pair * 2 * kPanelColumns;
                 const int64_t column = (first_panel / 2 + pair) * kPanelColumns;
-                silu_times_up<Dtype>(gate, gate + kPanelColumns,
-                                     activated + (first + row) * plan.padded_ffn() + column);
+                gate_times_up<Dtype, GATE>(gate, gate + kPanelColumns,
+                                           activated + (first + row) * plan.padded_ffn() + column);
             }
         }
     }
@@ -207,12 +213,12 @@ bool activate_group(const ExpertsPlan& plan, const Routing& routing, const Works
 
 void project_down(const ExpertsPlan& plan, const Routing& routing, const Workspace& space, int64_t expert,
                   int64_t first_panel) {
-    const auto& [weight, scales] = plan.down[expert];
+    const auto& [weight, scales, bias] = plan.down[expert];
     const int64_t end_panel = std::min(first_panel + kGroupPanels, weight.num_panels());
     for (int64_t first = routing.first_row[expert]; first < routing.first_row[expert + 1];
          first += kChunkRows) {
         const int64_t count = std::min(kChunkRows, routing.first_row[expert + 1] - first);
-        const StoreRows store{nullptr,
+        const StoreRows store{bias,
                               scales,
                               reinterpret_cast<char*>(space.parts),
                               plan.hidden(),
@@ -276,7 +282,9 @@ bool run_tokens(const ExpertsPlan& plan, const Call& call) {
     });
     std::atomic<bool> is_done{true};
     for_each_group(routing, plan.gate_up.front().packed, [&](int64_t expert, int64_t panel) {
-        if (!activate_group<Dtype>(plan, routing, space, expert, panel)) {
+        const bool is_clamped = plan.gate == Gate::kClampedSwiglu;
+        if (!(is_clamped ? activate_group<Dtype, Gate::kClampedSwiglu>(plan, routing, space, expert, panel)
+                         : activate_group<Dtype, Gate::kSilu>(plan, routing, space, expert, panel))) {
             is_done = false;
         }
     });
@@ -315,24 +323,25 @@ void delete_plan(PyObject* capsule) {
 }
 
 PyObject* make_experts(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    constexpr int kPlanNumbers = 3, kWeightNumbers = kLayoutNumbers + 4;
+    constexpr int kPlanNumbers = 4, kWeightNumbers = kLayoutNumbers + 5;
     const Py_ssize_t num_weights = std::max<Py_ssize_t>(2, (count - kPlanNumbers) / kWeightNumbers / 2 * 2);
     std::vector<int64_t> numbers(kPlanNumbers + num_weights * kWeightNumbers);
     if (!read_numbers("make_experts", arguments, count, numbers.data(), static_cast<Py_ssize_t>(numbers.size()))) {
         return nullptr;
     }
-    auto* plan = new ExpertsPlan{{}, {}, numbers[1], 0, 0};
+    auto* plan = new ExpertsPlan{{}, {}, numbers[1], 0, 0, static_cast<Gate>(numbers[3])};
     for (Py_ssize_t i = 0; i < num_weights; ++i) {
         const int64_t* n = numbers.data() + kPlanNumbers + i * kWeightNumbers;
         const int64_t* own = n + kLayoutNumbers;
         PackedWeight weight = layout_of(n);
         weight.set_rows(numbers[0] != 0, numbers[2] != 0);
         weight.panels = reinterpret_cast<const char*>(own[0]);
-        weight.groups.table = reinterpret_cast<const uint8_t*>(own[2]);
-        weight.groups.base = static_cast<int32_t>(own[3]);
+        weight.groups.table = reinterpret_cast<const uint8_t*>(own[3]);
+        weight.groups.base = static_cast<int32_t>(own[4]);
         int64_t& most_units = i % 2 == 0 ? plan->x_units : plan->activated_units;
         most_units = std::max(most_units, weight.num_units());
-        (i % 2 == 0 ? plan->gate_up : plan->down).push_back({weight, reinterpret_cast<const float*>(own[1])});
+        (i % 2 == 0 ? plan->gate_up : plan->down)
+            .push_back({weight, reinterpret_cast<const float*>(own[2]), reinterpret_cast<const float*>(own[1])});
     }
     return PyCapsule_New(plan, kPlanName, delete_plan);
 }
@@ -358,8 +367,9 @@ constexpr Kernel kExperts{"experts", kPlanName, 8, 0, run_experts_of, nullptr,
 
 PyMethodDef TRIPTYCH_METHODS(experts)[] = {
     TRIPTYCH_METHOD(make_experts,
-                    "make_experts(is_fp32, first_expert, with_amx, *weights) -> plan. Of each expert gate_up, whose "
-                    "panels alternate, then down, both as: *layout (see packed_bytes), panels, scales, table, base."),
+                    "make_experts(is_fp32, first_expert, with_amx, gate, *weights) -> plan. Of each expert gate_up, "
+                    "whose panels alternate, then down, both as: *layout (see packed_bytes), panels, bias, scales, "
+                    "table, base."),
     TRIPTYCH_KERNEL_METHOD(kExperts),
     {nullptr, nullptr, 0, nullptr}};
 const triptych::Kernel* const TRIPTYCH_KERNELS_OF(experts)[] = {&triptych::kExperts, nullptr};

@@ -8,23 +8,26 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from triptych_kernels.cpu.codes import find_codes
-from triptych_kernels.cpu.linear import Packed, address_of, alternating, log_dequantized, pack
+from triptych_kernels.cpu.codes import Codes, find_codes
+from triptych_kernels.cpu.linear import Packed, address_of, alternating, in_panels, log_dequantized, pack
 from triptych_kernels.cpu.loader import Isa
 from triptych_kernels.cpu.panel_memory import PanelMemory
-from triptych_kernels.ops import Experts
+from triptych_kernels.ops import ExpertBiases, Experts
 from triptych_kernels.quantized import ExpertWeights, QuantizedWeight, Weight, as_tensor
 from triptych_kernels.reference import REFERENCE
 from triptych_kernels.reference.moe import check_follows, expert_slice_of
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _ID_DTYPES = (torch.int32, torch.int64)
+_GATES = {"silu": 0, "clamped_swiglu": 2}  # as numbered in vector_math.h
 
 
 class NativeExperts:
     """Computes every chosen expert for the tokens that chose it; other experts are not read."""
 
-    __slots__ = ("_downs", "_dtype", "_gate_ups", "_hidden", "_isa", "_plan", "expert_range", "num_bytes")
+    __slots__ = (
+        "_downs", "_dtype", "_gate", "_gate_ups", "_hidden", "_isa", "_plan", "expert_range", "num_bytes",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -34,21 +37,24 @@ class NativeExperts:
         *,
         dtype: torch.dtype,
         first_expert: int,
+        gate: str = "silu",
     ) -> None:
         """gate_ups, downs: of each expert, from [2 F, hidden], `alternating`, and from [hidden, F].
 
         isa: the instruction set of the kernels.
         """
         self._isa, self._dtype, self._hidden = isa, dtype, downs[0].num_rows
-        self._gate_ups, self._downs = gate_ups, downs
+        self._gate_ups, self._downs, self._gate = gate_ups, downs, gate
         self.expert_range = (first_expert, first_expert + len(downs))
         self.num_bytes = sum(packed.num_bytes for packed in (*gate_ups, *downs))
         numbers: list[int] = []
         for packed in (each for pair in zip(gate_ups, downs, strict=True) for each in pair):
-            read = (packed.panels, packed.scales, packed.table)
+            read = (packed.panels, packed.bias, packed.scales, packed.table)
             numbers += [*packed.layout, *map(address_of, read), packed.base]
         with_amx = isa.with_amx and dtype is torch.bfloat16
-        self._plan = isa.native.make_experts(dtype is torch.float32, first_expert, with_amx, *numbers)
+        self._plan = isa.native.make_experts(
+            dtype is torch.float32, first_expert, with_amx, _GATES[gate], *numbers
+        )
 
     def take(self, first: int, end: int) -> NativeExperts:
         experts = expert_slice_of(self.expert_range, first, end)
@@ -69,18 +75,21 @@ class NativeExperts:
             "downs": self._downs,
             "dtype": self._dtype,
             "first_expert": self.expert_range[0],
+            "gate": self._gate,
         }
 
     @property
     def _form(self) -> tuple[object, ...]:
-        return self._isa, self._dtype, self._hidden, self._downs[0].num_columns
+        return self._isa, self._dtype, self._gate, self._hidden, self._downs[0].num_columns
 
     def _copied(
         self, gate_ups: Sequence[Packed], downs: Sequence[Packed], first_expert: int
     ) -> NativeExperts:
         memory = PanelMemory()
         copies = [[_copied(packed, memory) for packed in projections] for projections in (gate_ups, downs)]
-        return NativeExperts(self._isa, *copies, dtype=self._dtype, first_expert=first_expert)
+        return NativeExperts(
+            self._isa, *copies, dtype=self._dtype, first_expert=first_expert, gate=self._gate
+        )
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """See ops.Experts.  x: rows contiguous, on the CPU, in the dtype of the weights."""
@@ -124,6 +133,8 @@ def pack_experts(
     gate_ups: ExpertWeights,
     downs: ExpertWeights,
     *,
+    biases: ExpertBiases | None = None,
+    gate: str = "silu",
     first_expert: int = 0,
     activations: str = "exact",
 ) -> Experts:
@@ -144,17 +155,34 @@ def pack_experts(
             f"gate_up has shape {sizes}, down {down_sizes}: "
             "expected [E, 2 F, hidden] and [E, hidden, F], none of them 0"
         )
+    if biases is not None:
+        shapes = tuple(biases.gate_up.shape), tuple(biases.down.shape)
+        if shapes != ((num_experts, 2 * ffn), (num_experts, hidden)):
+            raise ValueError(
+                f"biases have shapes {shapes}, expected {(num_experts, 2 * ffn)}, {(num_experts, hidden)}"
+            )
     (dtype,) = dtypes
     if dtype not in _DTYPES or gate_ups[0].device.type != "cpu":
-        return REFERENCE.pack_experts(gate_ups, downs, first_expert=first_expert)
+        return REFERENCE.pack_experts(gate_ups, downs, biases=biases, gate=gate, first_expert=first_expert)
     # Of these experts alone, so that it is free again when they are.
     memory = PanelMemory()
+    no_bias: list[Tensor | None] = [None] * num_experts
+    gate_up_biases, down_biases = no_bias, no_bias
+    if biases is not None:
+        gate_up_biases, down_biases = list(biases.gate_up), list(biases.down)
     return NativeExperts(
         isa,
-        [_packed(isa, weight, memory, activations, is_gated=True) for weight in gate_ups],
-        [_packed(isa, weight, memory, activations, is_gated=False) for weight in downs],
+        [
+            _packed(isa, weight, bias, memory, activations, is_gated=True)
+            for weight, bias in zip(gate_ups, gate_up_biases, strict=True)
+        ],
+        [
+            _packed(isa, weight, bias, memory, activations, is_gated=False)
+            for weight, bias in zip(downs, down_biases, strict=True)
+        ],
         dtype=dtype,
         first_expert=first_expert,
+        gate=gate,
     )
 
 
@@ -162,20 +190,28 @@ def _shape_of(weights: ExpertWeights) -> tuple[int, ...]:
     return tuple(weights.shape) if isinstance(weights, Tensor) else (len(weights), *weights[0].shape)
 
 
-def _packed(isa: Isa, weight: Weight, memory: PanelMemory, activations: str, *, is_gated: bool) -> Packed:
+def _packed(
+    isa: Isa, weight: Weight, bias: Tensor | None, memory: PanelMemory, activations: str, *, is_gated: bool
+) -> Packed:
     """is_gated: the rows are gates over ups, and are to alternate."""
 
     def in_order(rows: Tensor) -> Tensor:
         return alternating(isa, rows.detach()) if is_gated else rows.detach()
 
+    def packed(rows: Tensor | Codes) -> Packed:
+        made = pack(isa, rows, memory)
+        if bias is None:
+            return made
+        return replace(made, bias=in_panels(isa, in_order(bias[:, None])[:, 0]))
+
     if isinstance(weight, QuantizedWeight) and weight.groups is None:
         found = find_codes(isa, weight, activations)
         if not isinstance(found, str):
-            return pack(isa, found.by_rows(in_order), memory)
+            return packed(found.by_rows(in_order))
         log_dequantized(found)
     elif not isinstance(weight, Tensor):
         log_dequantized("experts whose inputs have an order, or whose gates and ups differ in kind")
-    return pack(isa, in_order(as_tensor(weight)), memory)
+    return packed(in_order(as_tensor(weight)))
 
 
 def _copied(packed: Packed, memory: PanelMemory) -> Packed:

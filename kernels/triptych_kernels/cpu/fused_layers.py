@@ -359,9 +359,7 @@ class _NativeLayers:
         low_rank = layer.low_rank or LayerLowRank()
         _add_linear(program, layer.out, attended, projected, count, low_rank.out, added)
         summand = self._add_summand(program, layer, layer.attention_out_norm, count)
-        rows = self._add_to_residual(
-            program, summand, residual, layer.post_attention_norm, count, layer.eps
-        )
+        rows = self._add_to_residual(program, summand, residual, layer.post_attention_norm, count, layer.eps)
         _add_linear(program, layer.gate_up, rows, gated, count, low_rank.gate_up, added)
         _add_linear(program, layer.down, gated, projected, count, low_rank.down, added)
         return self._add_summand(program, layer, layer.feed_forward_out_norm, count)

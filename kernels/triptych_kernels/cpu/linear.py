@@ -45,11 +45,12 @@ class Packed:
     table: Tensor | None = None  # what codes stand for
     base: int = 0  # see codes.Numbers
     order: Tensor | None = None  # [K] int32: the inputs in the order of their groups
+    bias: Tensor | None = None  # [N] fp32, in whole panels: of an expert
 
     @property
     def tensors(self) -> list[Tensor]:
         """Those that the kernels read."""
-        tensors = (self.panels, self.scales, self.table, self.order)
+        tensors = (self.panels, self.scales, self.table, self.order, self.bias)
         return [tensor for tensor in tensors if tensor is not None]
 
     @property
@@ -110,7 +111,7 @@ class NativeLinear:
         first_row = 0
         for part in parts:
             rows = slice(first_row, first_row + part.num_rows)
-            padded_bias = None if bias is None else _padded(isa, bias[rows])
+            padded_bias = None if bias is None else in_panels(isa, bias[rows])
             read = (part.panels, padded_bias, part.scales, part.table)
             numbers += [*part.layout, *map(address_of, read), part.base, address_of(part.order)]
             self._tensors += [*part.tensors, *([] if padded_bias is None else [padded_bias])]
@@ -361,14 +362,14 @@ def pack(isa: Isa, weight: Tensor | Codes, memory: PanelMemory, scales: Tensor |
     panels = memory.take(isa.native.packed_bytes(*layout))
     addresses = map(address_of, of_codes)
     isa.native.pack_weight(*layout, panels.data_ptr(), rows.data_ptr(), rows.stride(0), *addresses)
-    return Packed(layout, panels, None if scales is None else _padded(isa, scales), table, base, order)
+    return Packed(layout, panels, None if scales is None else in_panels(isa, scales), table, base, order)
 
 
 def address_of(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _padded(isa: Isa, vector: Tensor) -> Tensor:
+def in_panels(isa: Isa, vector: Tensor) -> Tensor:
     """[N] as fp32, with zeros to whole panels."""
     width = isa.native.panel_columns
     padded = torch.zeros(-(-vector.numel() // width) * width, dtype=torch.float32)

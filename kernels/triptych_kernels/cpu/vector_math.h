@@ -135,12 +135,23 @@ struct Bf16 {
     }
 };
 
-// The function of a gate by which its ups are multiplied. The numbers are those of elementwise.py.
-enum class Gate : int { kSilu = 0, kGeluTanh = 1 };
+// What is made of a gate and its up. The numbers are those of elementwise.py and experts.py.
+enum class Gate : int { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2 };
 
+// The function of a gate by which its up is multiplied, of silu and gelu.
 template <class Kind>
 TRIPTYCH_INLINE Floats activated(Gate kind, Floats gate) {
     return Kind::times_sigmoid(gate, kind == Gate::kSilu ? gate : gelu_exponent(gate));
+}
+
+// gate * sigmoid(1.702 gate) * (up + 1), gates up to 7, ups from -7 to 7; NaN stays NaN.
+// Source: OpenAI 2025, gpt-oss, torch/model.py: swiglu.
+template <class Kind>
+TRIPTYCH_INLINE Floats clamped_swiglu(Floats gate, Floats up) {
+    const Floats limit = splat(7.0f);
+    gate = min(limit, gate);
+    up = min(limit, max(splat(-7.0f), up));
+    return mul(Kind::times_sigmoid(gate, mul(gate, splat(1.702f))), add(up, splat(1.0f)));
 }
 
 }  // namespace

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+CLAMP, SWIGLU_ALPHA = 7.0, 1.702  # of clamped_swiglu
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -21,5 +24,16 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
 
 
-# By the names that pack_gated_linear takes.
+def clamped_swiglu(x: Tensor) -> Tensor:
+    """gate * sigmoid(1.702 gate) * (up + 1), gates up to 7, ups from -7 to 7; otherwise as silu_and_mul.
+
+    Source: OpenAI 2025, gpt-oss, torch/model.py: swiglu.
+    """
+    gate, up = x.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+    return (gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1.0)).to(x.dtype)
+
+
+# By the names that pack_gated_linear takes, and that pack_experts takes.
 GATED = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
+GATED_EXPERTS = {"silu": silu_and_mul, "clamped_swiglu": clamped_swiglu}

@@ -15,11 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triptych_kernels.ops import Experts
+from triptych_kernels.ops import ExpertBiases, Experts
 from triptych_kernels.quantized import ExpertWeights, stacked
-from triptych_kernels.reference.moe import check_follows, expert_slice_of
+from triptych_kernels.reference.activation import CLAMP, GATED_EXPERTS, SWIGLU_ALPHA
+from triptych_kernels.reference.moe import check_follows, expert_slice_of, joined_biases
 
 _PAIRS_PER_PASS = 1024
+_CLAMP, _SWIGLU_ALPHA = tl.constexpr(CLAMP), tl.constexpr(SWIGLU_ALPHA)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -63,6 +65,7 @@ def _find_tile(starts_ptr, counts_ptr, tile, num_experts, BLOCK_P: tl.constexpr,
 def _gate_up_kernel(
     x_ptr,
     gate_up_ptr,
+    bias_ptr,
     pairs_ptr,
     starts_ptr,
     counts_ptr,
@@ -72,12 +75,14 @@ def _gate_up_kernel(
     num_experts,
     num_features,
     num_inputs,
+    HAS_BIAS: tl.constexpr,
+    IS_CLAMPED: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """silu(gate(x)) * up(x) of a tile of pairs, BLOCK_N features; sorted by expert."""
+    """What is made of gates and ups of a tile of pairs, BLOCK_N features; sorted by expert."""
     expert, first, end = _find_tile(starts_ptr, counts_ptr, tl.program_id(0), num_experts, BLOCK_P, BLOCK_E)
     if expert < num_experts:
         slot = first + tl.arange(0, BLOCK_P)
@@ -99,7 +104,17 @@ def _gate_up_kernel(
             gate = tl.dot(x, gate_weight, gate, input_precision="ieee")
             up_weight = tl.load(up_start + start, mask=is_weight, other=0.0)
             up = tl.dot(x, up_weight, up, input_precision="ieee")
-        product = gate / (1.0 + tl.exp(-gate)) * up
+        if HAS_BIAS:
+            bias_start = bias_ptr + gate_row
+            gate += tl.load(bias_start, mask=is_feature, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias_start + num_features, mask=is_feature, other=0.0).to(tl.float32)[None, :]
+        exponent = gate
+        if IS_CLAMPED:
+            # A comparison with NaN is false, so that it stays.
+            gate = tl.where(gate > _CLAMP, _CLAMP, gate)
+            up = tl.where(up > _CLAMP, _CLAMP, tl.where(up < -_CLAMP, -_CLAMP, up)) + 1.0
+            exponent = _SWIGLU_ALPHA * gate
+        product = gate / (1.0 + tl.exp(-exponent)) * up
         hidden_start = hidden_ptr + slot.to(tl.int64)[:, None] * num_features + feature[None, :]
         is_hidden = is_slot[:, None] & is_feature[None, :]
         tl.store(hidden_start, product.to(hidden_ptr.dtype.element_ty), mask=is_hidden)
@@ -109,6 +124,7 @@ def _gate_up_kernel(
 def _down_kernel(
     hidden_ptr,
     down_ptr,
+    bias_ptr,
     pairs_ptr,
     starts_ptr,
     counts_ptr,
@@ -116,6 +132,7 @@ def _down_kernel(
     num_experts,
     num_outputs,
     num_features,
+    HAS_BIAS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -138,6 +155,8 @@ def _down_kernel(
             hidden = tl.load(hidden_start + start, mask=is_slot[:, None] & is_in_range[None, :], other=0.0)
             weight = tl.load(weight_start + start, mask=is_output[None, :] & is_in_range[:, None], other=0.0)
             total = tl.dot(hidden, weight, total, input_precision="ieee")
+        if HAS_BIAS:
+            total += tl.load(bias_ptr + row, mask=is_output, other=0.0).to(tl.float32)[None, :]
         parts_start = parts_ptr + pair.to(tl.int64)[:, None] * num_outputs + output[None, :]
         is_part = is_slot[:, None] & is_output[None, :]
         tl.store(parts_start, total.to(parts_ptr.dtype.element_ty), mask=is_part)
@@ -193,17 +212,26 @@ _OUTPUTS_PER_SUM = 1024
 class _TritonExperts:
     """This rank's experts, as two grouped products and a sum."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor, first_expert: int, is_fixed: bool) -> None:
-        self.num_bytes = gate_up.nbytes + down.nbytes
+    def __init__(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        biases: ExpertBiases | None,
+        gate: str,
+        first_expert: int,
+        is_fixed: bool,
+    ) -> None:
         self._gate_up, self._down = gate_up.contiguous(), down.contiguous()
+        self._biases, self._gate = biases, gate
+        self.num_bytes = gate_up.nbytes + down.nbytes + (0 if biases is None else biases.num_bytes)
         self._first_expert, self._is_fixed = first_expert, is_fixed
         self.expert_range = (first_expert, first_expert + down.shape[0])
 
     def take(self, first: int, end: int) -> _TritonExperts:
         expert_slice = expert_slice_of(self.expert_range, first, end)
-        return _TritonExperts(
-            self._gate_up[expert_slice].clone(), self._down[expert_slice].clone(), first, self._is_fixed
-        )
+        biases = None if self._biases is None else self._biases.part(expert_slice)
+        gate_up, down = self._gate_up[expert_slice].clone(), self._down[expert_slice].clone()
+        return _TritonExperts(gate_up, down, biases, self._gate, first, self._is_fixed)
 
     def join(self, more: Experts) -> _TritonExperts:
         if not isinstance(more, _TritonExperts):
@@ -212,6 +240,8 @@ class _TritonExperts:
         return _TritonExperts(
             torch.cat([self._gate_up, more._gate_up]),
             torch.cat([self._down, more._down]),
+            joined_biases(self._biases, more._biases),
+            self._gate,
             self._first_expert,
             self._is_fixed,
         )
@@ -230,6 +260,7 @@ class _TritonExperts:
         if num_pairs == 0:
             return out.zero_()
         num_experts, num_outputs, num_features = self._down.shape
+        biases = (None, None) if self._biases is None else (self._biases.gate_up, self._biases.down)
         tile = self._tile_for(num_pairs, x.dtype)
         pairs, starts, counts = self._order(ids)
         hidden = x.new_empty(num_pairs, num_features)
@@ -247,6 +278,7 @@ class _TritonExperts:
         _gate_up_kernel[(max_tiles, triton.cdiv(num_features, tile.outputs))](
             x,
             self._gate_up,
+            biases[0],
             pairs,
             starts,
             counts,
@@ -256,11 +288,14 @@ class _TritonExperts:
             num_experts,
             num_features,
             x.shape[1],
+            HAS_BIAS=biases[0] is not None,
+            IS_CLAMPED=self._gate == "clamped_swiglu",
             **shape,
         )
         _down_kernel[(max_tiles, triton.cdiv(num_outputs, tile.outputs))](
             hidden,
             self._down,
+            biases[1],
             pairs,
             starts,
             counts,
@@ -268,6 +303,7 @@ class _TritonExperts:
             num_experts,
             num_outputs,
             num_features,
+            HAS_BIAS=biases[1] is not None,
             **shape,
         )
         _sum_parts_kernel[(x.shape[0], triton.cdiv(num_outputs, _OUTPUTS_PER_SUM))](
@@ -307,6 +343,8 @@ def pack_experts(
     gate_ups: ExpertWeights,
     downs: ExpertWeights,
     *,
+    biases: ExpertBiases | None = None,
+    gate: str = "silu",
     first_expert: int = 0,
     activations: str = "exact",
     deterministic: bool = False,
@@ -318,4 +356,8 @@ def pack_experts(
         raise ValueError(
             f"gate_up is {tuple(gate_up.shape)}, which does not go with down {tuple(down.shape)}"
         )
-    return _TritonExperts(gate_up, down, first_expert, deterministic)
+    if biases is not None:
+        biases = ExpertBiases(biases.gate_up.contiguous(), biases.down.contiguous())
+    if gate not in GATED_EXPERTS:
+        raise ValueError(f"gate is {gate!r}: experts have {', '.join(GATED_EXPERTS)}")
+    return _TritonExperts(gate_up, down, biases, gate, first_expert, deterministic)

@@ -18,7 +18,7 @@ FAMILIES = [
 
 NATIVE_FAMILIES = [
     "llama", "qwen2", "qwen3", "mistral", "mixtral", "phi3", "qwen3_moe", "gemma3", "granite", "olmo2",
-    "olmo3",
+    "olmo3", "gpt_oss",
 ]  # fmt: skip
 
 

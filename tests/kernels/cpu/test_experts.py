@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cpu.test_linear import INT8_ROWS, codes_of
-from triptych_kernels import as_tensor
+from triptych_kernels import ExpertBiases, as_tensor
 from triptych_kernels.ops import Experts, Ops
 from triptych_kernels.quantized import ExpertWeights, QuantizedWeight, Weight
 from triptych_kernels.reference import REFERENCE
@@ -18,6 +18,7 @@ from triptych_kernels.reference import REFERENCE
 SHAPES = [(8, 256, 512, 2, 0), (3, 63, 129, 2, 1), (4, 33, 1, 1, 0), (5, 1, 40, 3, 2), (16, 129, 96, 4, 4)]
 # Of the codes of gate_up and down; with several, the experts have each in turn, and one has numbers.
 MIXED = ("4-bit-minima", "8-bit-zeros", "4-bit", "")
+CLAMPED = "clamped"  # gates and ups are, and all projections have a bias
 KINDS = [
     pytest.param(torch.bfloat16, (), id="bf16"),
     pytest.param(torch.float32, (), id="fp32"),
@@ -26,6 +27,8 @@ KINDS = [
     pytest.param(torch.bfloat16, MIXED, id="mixed-bf16"),
     pytest.param(torch.float32, MIXED, id="mixed-fp32"),
     pytest.param(torch.bfloat16, (*MIXED, INT8_ROWS), id="int8-rows"),
+    pytest.param(torch.bfloat16, ("4-bit-minima", CLAMPED), id="clamped-bf16"),
+    pytest.param(torch.float32, ("", CLAMPED), id="clamped-fp32"),
 ]
 
 
@@ -40,15 +43,25 @@ class Case:
     ids: Tensor
     weights: Tensor
     activations: str = "exact"
+    biases: ExpertBiases | None = None
+    gate: str = "silu"
 
     def packed(self, ops: Ops) -> Experts:
         return ops.pack_experts(
-            self.gate_up, self.down, first_expert=self.first_expert, activations=self.activations
+            self.gate_up,
+            self.down,
+            biases=self.biases,
+            gate=self.gate,
+            first_expert=self.first_expert,
+            activations=self.activations,
         )
 
     def expected(self) -> Tensor:
         numbers = [torch.stack([_exact(each) for each in weights]) for weights in (self.gate_up, self.down)]
-        experts = REFERENCE.pack_experts(*numbers, first_expert=self.first_expert)
+        biases = self.biases and ExpertBiases(self.biases.gate_up.double(), self.biases.down.double())
+        experts = REFERENCE.pack_experts(
+            *numbers, biases=biases, gate=self.gate, first_expert=self.first_expert
+        )
         return experts(self.x.double(), self.ids, self.weights)
 
 
@@ -77,16 +90,23 @@ def case(
         numbers = (noise(num_experts, num_outputs, num_inputs) / num_inputs**0.5).to(dtype)
         if not kinds:
             return numbers
-        names = [kind for kind in kinds if kind != INT8_ROWS]
+        names = [kind for kind in kinds if kind not in (INT8_ROWS, CLAMPED)]
         chosen = [names[expert % len(names)] for expert in range(num_experts)]
         return [
             codes_of(num_inputs, num_outputs, dtype, kind, seed=expert) if kind else numbers[expert]
             for expert, kind in enumerate(chosen)
         ]
 
+    biases = None
+    if CLAMPED in kinds:
+        # Wide enough for the limits.
+        wide = 6.0 * noise(num_experts, 2 * ffn).to(dtype)
+        biases = ExpertBiases(wide, noise(num_experts, hidden).to(dtype))
     return Case(
         gate_up=weights(2 * ffn, hidden),
         down=weights(hidden, ffn),
+        biases=biases,
+        gate="silu" if biases is None else "clamped_swiglu",
         first_expert=first_expert,
         x=noise(num_tokens, hidden).to(dtype),
         ids=ids,
@@ -106,6 +126,9 @@ def test_the_sum_is_that_of_fp64_up_to_rounding(ops, shape, dtype, kinds):
         # How they are rounded is tested with projections.
         assert difference.norm() <= 0.02 * some.expected().norm()
         return
+    if CLAMPED in kinds:
+        # What is summed, and rounded before, is up to 56 times as large.
+        tolerance *= 8
     assert (difference.abs() <= tolerance * (1 + some.expected().abs())).all()
 
 
@@ -195,6 +218,9 @@ def test_arguments_of_another_form_are_refused(ops: Ops) -> None:
         experts(some.x, some.ids, some.weights.double())
     with pytest.raises(ValueError, match="gate_up has shape"):
         ops.pack_experts(torch.ones(2, 8, 4), torch.ones(2, 4, 3))
+    biases = ExpertBiases(torch.ones(2, 8), torch.ones(2, 3))
+    with pytest.raises(ValueError, match="biases have shapes"):
+        ops.pack_experts(torch.ones(2, 8, 4), torch.ones(2, 4, 4), biases=biases)
 
 
 @pytest.mark.parametrize(("dtype", "kinds"), KINDS)

@@ -54,8 +54,8 @@ class Rig:
         ffn: int = FFN,
         family: str = "",
     ) -> None:
-        """family: "gemma", whose norms are in fp32, also of what layers add, with gates of gelu, and tables of
-        their own, and a scale of what they add, as Granite has; or "olmo", which norms only what layers add,
+        """family: "gemma", whose layers have norms in fp32, also of what they add, gates of gelu, tables of
+        their own, and as in Granite a scale of what they add; "olmo", whose layers norm only what they add,
         and the queries of all heads together.
         """
         self.ops, self.dtype, self.ffn = ops, dtype, ffn

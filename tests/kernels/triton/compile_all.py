@@ -15,7 +15,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks.scenarios.kernels.cases import CaseMaker, DecoderShape
-from triptych_kernels import AttentionBatch, Ops
+from triptych_kernels import AttentionBatch, ExpertBiases, Ops
 from triptych_kernels.triton import triton_ops
 
 _CPU = torch.device("cpu")
@@ -100,6 +100,10 @@ def launch_rare_forms(ops: Ops, dtype: torch.dtype) -> None:
             num_heads=heads, query_norm=weight, key_norm=weight, eps=1e-6,
         )  # fmt: skip
     weight = torch.zeros(_SHAPE.intermediate_size, _SHAPE.hidden_size, dtype=dtype)
+    gates, downs = torch.zeros(4, 128, 96, dtype=dtype), torch.zeros(4, 96, 64, dtype=dtype)
+    biases = ExpertBiases(torch.zeros(4, 128, dtype=dtype), torch.zeros(4, 96, dtype=dtype))
+    experts = ops.pack_experts(gates, downs, biases=biases, gate="clamped_swiglu")
+    experts(torch.zeros(3, 96, dtype=dtype), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2))
     for quantization in ("int8", "fp8"):
         ops.pack_linear(weight, quantization=quantization)(torch.zeros(5, _SHAPE.hidden_size, dtype=dtype))
 

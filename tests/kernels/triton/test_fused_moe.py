@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triptych_kernels import REFERENCE
+from triptych_kernels import REFERENCE, ExpertBiases
 from triptych_kernels.triton import fused_moe
 from triptych_kernels.triton.fused_moe import pack_experts
 
@@ -26,10 +26,14 @@ class MoeCase:
     down: Tensor
     expert_ids: Tensor
     expert_weights: Tensor
+    biases: ExpertBiases
 
     def run(self, pack, **options) -> Tensor:
         experts = pack(self.gate_up, self.down, **options)
         return experts(self.x, self.expert_ids, self.expert_weights)
+
+    def run_clamped(self, pack, **options) -> Tensor:
+        return self.run(pack, biases=self.biases, gate="clamped_swiglu", **options)
 
 
 def moe_case(shape, device, dtype=torch.float32, *, num_chosen_from: int | None = None) -> MoeCase:
@@ -49,6 +53,10 @@ def moe_case(shape, device, dtype=torch.float32, *, num_chosen_from: int | None 
         down=down.to(device, dtype),
         expert_ids=torch.stack(chosen).to(device),
         expert_weights=weights.to(device),
+        biases=ExpertBiases(
+            (6.0 * torch.randn(num_experts, 2 * num_features, generator=generator)).to(device, dtype),
+            torch.randn(num_experts, hidden, generator=generator).to(device, dtype),
+        ),
     )
 
 
@@ -64,6 +72,26 @@ def test_pack_experts_equals_the_reference(shape, dtype, deterministic, device):
     assert output.dtype is dtype
     expected = case.run(REFERENCE.pack_experts)
     torch.testing.assert_close(output, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_biases_are_added_and_gates_clamped_as_in_the_reference(shape, dtype, device):
+    case = moe_case(shape, device, dtype)
+    output = case.run_clamped(pack_experts)
+    # Products are rounded there before the limits.
+    tolerance = 2 * TOLERANCE[dtype] * (1.0 + case.biases.gate_up.abs().max().item())
+    torch.testing.assert_close(output, case.run_clamped(REFERENCE.pack_experts), rtol=0.0, atol=tolerance)
+
+
+def test_experts_with_biases_are_taken_and_joined(device):
+    case = moe_case((33, 6, 2, 32, 24), device)
+    experts = pack_experts(case.gate_up, case.down, biases=case.biases, gate="clamped_swiglu")
+    again = experts.take(0, 2).join(experts.take(2, 6))
+    arguments = case.x, case.expert_ids, case.expert_weights
+    assert torch.equal(again(*arguments), experts(*arguments))
+    with pytest.raises(ValueError, match="cannot be joined with experts without"):
+        experts.take(0, 2).join(pack_experts(case.gate_up, case.down, first_expert=2))
 
 
 @pytest.mark.parametrize("first_expert", [0, 1, 5, 9])

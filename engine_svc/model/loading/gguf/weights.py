@@ -15,7 +15,7 @@ from engine_svc.model.loading.gguf.config import read_config
 from engine_svc.model.loading.gguf.file import FileTensor, GgufHeader, TensorType, read_model
 from engine_svc.model.loading.gguf.names import How, read_origins
 from engine_svc.model.loading.stored_tensor import StoredTensor, read_rows, read_whole, sample_middle
-from triptych_kernels import QuantizedWeight, as_tensor
+from triptych_kernels import QuantizedWeight, as_tensor, join_rows
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -60,6 +60,22 @@ class GgufSource:
 
     def read(self, read: Callable[[str], Tensor]) -> Tensor | QuantizedWeight:
         return _MAKE[self.how](self, read)
+
+    def read_expert(
+        self, index: int, read_rows: Callable[[str, int, int], Tensor]
+    ) -> Tensor | QuantizedWeight:
+        """See ExpertsSource.  Of a weight that is EXPERTS_TURNED."""
+        num_experts, _, num_rows = self.shape
+        # Of gates, then of ups, where these alternate.
+        own = range(index, len(self.tensors), num_experts)
+        parts = [
+            _weight(self.kinds[part], read_rows(self.tensors[part], 0, num_rows // len(own))) for part in own
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        joined = join_rows(parts)
+        order = torch.arange(num_rows).view(len(parts), -1).t().flatten()
+        return joined.at_rows(order) if isinstance(joined, QuantizedWeight) else as_tensor(joined)[order]
 
 
 def open_gguf(paths: Sequence[Path]) -> tuple[list[GgufFile], dict[str, GgufSource]]:

@@ -100,6 +100,7 @@ def make_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("qwen2", {}),  # with biases
         ("gemma3", {}),
         ("mixtral", {}),
+        ("gpt_oss", {}),
         ("gguf", {"activations": "int8"}),
     ],
 )

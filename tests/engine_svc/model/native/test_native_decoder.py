@@ -25,6 +25,7 @@ from triptych_kernels import REFERENCE, AttentionBatch, ops_for
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "gemma3", "granite", "olmo2", "olmo3",
+    "gpt_oss",
 )  # fmt: skip
 NUM_TOKENS = 90
 BLOCK_SIZE = 4
@@ -98,7 +99,7 @@ def test_layers_as_one_op_have_the_bits_of_their_ops(family, tmp_path):
     if not ours.ops.is_batch_invariant:
         pytest.skip("this machine has no native kernels")
     assert isinstance(ours.model, NativeDecoder)
-    assert (ours.model.fused is not None) == (family not in ("mixtral", "qwen3_moe"))
+    assert (ours.model.fused is not None) == (family not in ("mixtral", "qwen3_moe", "gpt_oss"))
     fused = logits_in_chunks(ours, some_tokens(), [38, 39, NUM_TOKENS])
     ours.model.fused = None
     assert torch.equal(logits_in_chunks(ours, some_tokens(), [38, 39, NUM_TOKENS]), fused)
@@ -260,6 +261,31 @@ def test_each_kind_of_layers_has_a_rope_of_its_own(family, rope, changes, tmp_pa
     ropes = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     change_config(tmp_path, rope_parameters=ropes)
     assert_computes_what_transformers_does(tmp_path)
+
+
+def test_a_gpt_oss_with_yarn_and_all_its_biases(tmp_path):
+    make_checkpoint("gpt_oss", tmp_path)
+    change_config(tmp_path, rope_parameters={**_YARN, "truncate": False})
+    generator = torch.Generator().manual_seed(6)
+
+    def fill_biases(weights: dict[str, torch.Tensor]) -> None:
+        for name, weight in weights.items():
+            if name.endswith("bias"):
+                # Gates and ups beyond their limits, too.
+                wide = 4.0 if name.endswith("gate_up_proj_bias") else 0.5
+                weights[name] = wide * torch.randn(weight.shape, generator=generator)
+
+    change_weights(tmp_path, fill_biases)
+    assert_computes_what_transformers_does(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["swiglu_limit", "swiglu_alpha"])
+def test_experts_clamped_otherwise_fall_back_to_transformers(name, tmp_path):
+    make_checkpoint("gpt_oss", tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    setattr(config, name, 5.0)
+    with pytest.raises(NotNative, match=f"{name} is 5.0"):
+        read_spec(config)
 
 
 @pytest.mark.parametrize(
