@@ -72,8 +72,9 @@ def state_case(
     rates, dt_bias = -parameter(heads, seed=3).exp(), parameter(heads, seed=4)
     if op == "ssd_scan":
         skips = parameter(heads, seed=5) if heads > 1 else None
+        x, dt, B, C = tokens((heads, dim), (heads,), (groups, size), (groups, size))
         return StateCase(
-            tokens((heads, dim), (heads,), (groups, size), (groups, size)),
+            (x, dt, B * size**-0.5, C),
             lambda ops, inputs, states, batch: ops.ssd_scan(
                 *inputs, states, batch, A=rates, D=skips, dt_bias=dt_bias, dt_limit=(0.05, 3.0)
             ),

@@ -8,12 +8,11 @@ from __future__ import annotations
 import functools
 
 from triptych_kernels.ops import Ops
-from triptych_kernels.reference.causal_conv import causal_conv
-from triptych_kernels.reference.gated_delta_rule import gated_delta_rule
 from triptych_kernels.reference.low_rank import pack_low_rank
-from triptych_kernels.reference.ssd_scan import ssd_scan
 from triptych_kernels.triton.activation import gelu_tanh_and_mul, silu_and_mul
+from triptych_kernels.triton.causal_conv import causal_conv
 from triptych_kernels.triton.fused_moe import pack_experts
+from triptych_kernels.triton.gated_delta_rule import gated_delta_rule
 from triptych_kernels.triton.kv_write import kv_write
 from triptych_kernels.triton.linear import pack_gated_linear, pack_linear
 from triptych_kernels.triton.low_rank import make_low_rank
@@ -22,6 +21,7 @@ from triptych_kernels.triton.penalties import penalise
 from triptych_kernels.triton.rms_norm import add_rms_norm, rms_norm
 from triptych_kernels.triton.rotary import rotary_kv_write
 from triptych_kernels.triton.sampling import greedy, greedy_linear, sample
+from triptych_kernels.triton.ssd_scan import ssd_scan
 from triptych_kernels.triton.token_mask import apply_token_mask
 
 __all__ = ["triton_ops"]
@@ -50,8 +50,10 @@ def triton_ops(*, deterministic: bool = False) -> Ops:
         add_rms_norm=add_rms_norm,
         rotary_kv_write=rotary_kv_write,
         causal_conv=causal_conv,
-        ssd_scan=ssd_scan,
-        gated_delta_rule=gated_delta_rule,
+        ssd_scan=functools.partial(ssd_scan, chunked=False) if deterministic else ssd_scan,
+        gated_delta_rule=functools.partial(gated_delta_rule, chunked=False)
+        if deterministic
+        else gated_delta_rule,
         silu_and_mul=silu_and_mul,
         gelu_tanh_and_mul=gelu_tanh_and_mul,
         greedy=greedy,

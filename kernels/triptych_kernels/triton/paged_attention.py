@@ -16,23 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from triptych_kernels.attention_batch import AttentionBatch
+from triptych_kernels.triton.rows import find_row
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _MIN_DOT = 16  # the minimum number of rows and columns of a product on tensor cores
 _ROWS_PER_SEARCH = 256
 _MIN_KEYS_PER_SPLIT = 512
 _MAX_SPLITS = 64
-
-
-@triton.jit
-def _find_row(query_starts_ptr, num_rows, block, BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The row of the program at `block`: the programs of row r begin at query_starts[r] // BLOCK_Q + r."""
-    num_begun = tl.full((), 0, tl.int32)
-    for first in range(0, num_rows, BLOCK_R):
-        row = first + tl.arange(0, BLOCK_R)
-        start = tl.load(query_starts_ptr + row, mask=row < num_rows, other=0)
-        num_begun += tl.sum(((start // BLOCK_Q + row <= block) & (row < num_rows)).to(tl.int32), axis=0)
-    return num_begun - 1
 
 
 @triton.jit
@@ -109,7 +99,7 @@ def _paged_attention_kernel(
         row, tile = tl.program_id(0), 0
         first_token = tl.load(query_starts_ptr + row)
     else:
-        row = _find_row(query_starts_ptr, num_rows, tl.program_id(0), BLOCK_Q, BLOCK_R)
+        row = find_row(query_starts_ptr, num_rows, tl.program_id(0), BLOCK_Q, BLOCK_R)
         first_token = tl.load(query_starts_ptr + row)
         tile = tl.program_id(0) - (first_token // BLOCK_Q + row)
     num_tokens = tl.load(query_starts_ptr + row + 1) - first_token

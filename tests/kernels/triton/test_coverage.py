@@ -17,8 +17,8 @@ _FACTS = {"name", "is_batch_invariant", "needs_clean_blocks", "activations"}
 # Other ops in a row, for which a recorded step needs no call; rows of weights of codes, which a GPU has not;
 # what files keep of weights that take long to pack.
 _OF_A_CPU = {"fuse_layers", "look_up", "put_together", "take_apart"}
-# The reference's own: it keeps matrices as they are; states have no kernels yet.
-_OF_THE_REFERENCE = {"pack_low_rank", "causal_conv", "ssd_scan", "gated_delta_rule"}
+# The reference's own: it keeps matrices as they are.
+_OF_THE_REFERENCE = {"pack_low_rank"}
 OPS = sorted(
     field.name
     for field in dataclasses.fields(Ops)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.kernels.fakes import PagedCase, paged_case
+from tests.kernels.state_cases import SHAPES, StateCase, state_case
 from tests.kernels.triton.fresh_memory import with_nan_memory
-from triptych_kernels import REFERENCE, AttentionBatch, Ops
+from triptych_kernels import REFERENCE, AttentionBatch, Ops, StateBatch
 from triptych_kernels.triton import triton_ops
 
 
@@ -63,6 +66,39 @@ def test_a_deterministic_token_has_the_same_bits_in_every_chunk_and_batch(window
     for first, end in ((0, 70), (0, 1), (33, 34), (16, 69), (5, 40)):
         alone = attended(ops, rows_of(case, 1, first, end), device, window=window)
         assert torch.equal(alone, together[1 + first : 1 + end])
+
+
+def advanced(ops: Ops, case: StateCase, borders: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Output and last state of one row, computed in steps that end at these borders."""
+    states = torch.full((2, *case.state_shape), float("nan"), device=device)
+    parts = []
+    for start, end in itertools.pairwise([0, *borders]):
+        batch = StateBatch.of([end - start], [end], [1 if start else -1], [1], device=device)
+        parts.append(case.part(slice(start, end)).run(ops, states, batch))
+    return torch.cat(parts), states[1]
+
+
+STATE_OPS = [(op, shapes[1]) for op, shapes in SHAPES.items()]
+
+
+@pytest.mark.parametrize(("op", "shape"), STATE_OPS, ids=str)
+def test_a_deterministic_row_has_the_same_bits_and_state_in_every_chunk(op, shape, device):
+    ops, case = triton_ops(deterministic=True), state_case(op, shape, 70, device=device)
+    whole = advanced(ops, case, [70], device)
+    for borders in ([1, 2, 70], [33, 70], [69, 70]):
+        parts = advanced(ops, case, borders, device)
+        assert torch.equal(parts[0], whole[0])
+        assert torch.equal(parts[1], whole[1])
+
+
+@pytest.mark.parametrize(("op", "shape"), STATE_OPS, ids=str)
+def test_a_prompt_has_the_same_bits_in_chunks_that_end_at_multiples_of_64(op, shape, device):
+    ops, case = triton_ops(), state_case(op, shape, 150, device=device)
+    whole = advanced(ops, case, [150], device)
+    for borders in ([64, 150], [128, 150], [64, 128, 150]):
+        parts = advanced(ops, case, borders, device)
+        assert torch.equal(parts[0], whole[0])
+        assert torch.equal(parts[1], whole[1])
 
 
 # Fresh memory is as the other tests need it.
