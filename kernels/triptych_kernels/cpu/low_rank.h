@@ -2,7 +2,8 @@
 //
 // Rows with the same slot are computed together, so matrices are read once for several rows. Every number is its own
 // chain of multiply-adds, whatever rows are computed beside it: this makes results independent of the batch. A has its
-// ranks in lanes, B its outputs, sixteen at a time. Include isa.h before.
+// ranks in lanes, B its outputs, sixteen at a time. With matrices in bf16, scale * A x is rounded to bf16. Include isa.h
+// before.
 #pragma once
 
 #include <algorithm>
@@ -70,6 +71,9 @@ static_assert(sizeof(LowRankMatrices) == 4 * sizeof(int64_t), "an entry is four 
 TRIPTYCH_INLINE void store_lanes(float* to, Mask lanes, Floats x) {
     lanes == 0xFFFF ? store(to, x) : store_part(to, lanes, x);
 }
+TRIPTYCH_INLINE void store_lanes(uint16_t* to, Mask lanes, Halves x) {
+    lanes == 0xFFFF ? store_halves(to, x) : store_halves_part(to, lanes, x);
+}
 
 // Units of sixteen outputs of B.
 inline int64_t up_units(int64_t rank, bool is_fp32) { return is_fp32 ? rank : (rank + 1) / 2; }
@@ -78,10 +82,10 @@ inline void prefetch_start(const char* matrices) {
     for (int64_t line = 0; line < kMatricesAhead; line += 64) __builtin_prefetch(matrices + line);
 }
 
-// A x for R rows and sixteen ranks.
+// A x for R rows and sixteen ranks, in the numbers of the matrices.
 template <bool kIsFp32, int R>
 void shrink_tile(const char* down, int64_t unit_bytes, int64_t in_features, const char* const* rows, float scale,
-                 Mask ranks, float* const* out) {
+                 Mask ranks, char* const* out) {
     Floats sums[R][kChains];
     for (int r = 0; r < R; ++r) {
         for (int c = 0; c < kChains; ++c) sums[r][c] = zeros();
@@ -119,53 +123,40 @@ void shrink_tile(const char* down, int64_t unit_bytes, int64_t in_features, cons
     }
     for (int r = 0; r < R; ++r) {
         const Floats sum = add(add(sums[r][0], sums[r][1]), add(sums[r][2], sums[r][3]));
-        store_lanes(out[r], ranks, mul(sum, splat(scale)));
+        const Floats shrunk = mul(sum, splat(scale));
+        if constexpr (kIsFp32) {
+            store_lanes(reinterpret_cast<float*>(out[r]), ranks, shrunk);
+        } else {
+            store_lanes(reinterpret_cast<uint16_t*>(out[r]), ranks, narrow_floats(shrunk));
+        }
     }
 }
 
 // B times the shrunk x of R rows, for V times sixteen outputs. out: of the first of these, where lanes have a bit.
 template <bool kIsFp32, int R, int V>
-void expand_tile(const char* up, int64_t rank, const float* const* shrunk, const Mask* lanes, float* const* out) {
+void expand_tile(const char* up, int64_t num_units, const char* const* shrunk, const Mask* lanes, float* const* out) {
     Floats sums[R][V];
     for (int r = 0; r < R; ++r) {
         for (int v = 0; v < V; ++v) sums[r][v] = zeros();
     }
-    const int64_t group_bytes = up_units(rank, kIsFp32) * kUpUnitBytes;
-    const auto load_units = [&](Words (&units)[V]) {
+    for (int64_t unit = 0; unit < num_units; ++unit, up += kUpUnitBytes) {
+        Words weights[V];
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) {
-            __builtin_prefetch(up + v * group_bytes + kMatricesAhead);
-            units[v] = load_words(up + v * group_bytes);
+            const char* from = up + v * num_units * kUpUnitBytes;
+            __builtin_prefetch(from + kMatricesAhead);
+            weights[v] = load_words(from);
         }
-        up += kUpUnitBytes;
-    };
-    const auto add_rank = [&](int64_t rank_index, const auto& weights_of) {
-        Floats weights[V];
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) weights[v] = weights_of(v);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
-            const Floats x = splat(shrunk[r][rank_index]);
+            int32_t word;
+            std::memcpy(&word, shrunk[r] + 4 * unit, 4);
+            const Words x = splat_word(word);
 #pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) sums[r][v] = fmadd(x, weights[v], sums[r][v]);
-        }
-    };
-    Words units[V];
-    int64_t j = 0;
-    if constexpr (kIsFp32) {
-        for (; j < rank; ++j) {
-            load_units(units);
-            add_rank(j, [&](int v) { return as_floats(units[v]); });
-        }
-    } else {
-        for (; j + 1 < rank; j += 2) {
-            load_units(units);
-            add_rank(j, [&](int v) { return lower_halves(units[v]); });
-            add_rank(j + 1, [&](int v) { return upper_halves(units[v]); });
-        }
-        if (j < rank) {
-            load_units(units);
-            add_rank(j, [&](int v) { return lower_halves(units[v]); });
+            for (int v = 0; v < V; ++v) {
+                sums[r][v] = kIsFp32 ? fmadd(as_floats(x), as_floats(weights[v]), sums[r][v])
+                                     : add_pair_products(sums[r][v], x, weights[v]);
+            }
         }
     }
     for (int r = 0; r < R; ++r) {
@@ -218,7 +209,7 @@ public:
                 for (int64_t group = 0; group < matrices.num_groups(); ++group) {
                     for (int64_t done = 0; done < run.count; done += kShrunkRows) {
                         const int64_t count = std::min<int64_t>(kShrunkRows, run.count - done);
-                        tiles.push_back({&matrices, group, run.first + done, count, column + group * kLanes});
+                        tiles.push_back({&matrices, group, run.first + done, count, column});
                     }
                 }
             }
@@ -291,6 +282,11 @@ private:
         int64_t shrunk, first, last;
     };
 
+    // The shrunk x of a part. Bf16 takes half of its room.
+    char* shrunk_of(int64_t row, int64_t column) const {
+        return reinterpret_cast<char*>(shrunk_ + row * table_.total_rank() + column);
+    }
+
     int64_t num_units() const { return table_.is_fp32() ? table_.in_features() : (table_.in_features() + 1) / 2; }
 
     void shrink_rows(const ShrunkTile& tile, const char* x, int64_t x_stride_bytes) const {
@@ -298,12 +294,14 @@ private:
         const bool is_last = tile.group + 1 == matrices.num_groups();
         const int64_t unit_bytes = 4 * (is_last ? matrices.last_lanes() : kLanes);
         const char* down = matrices.down + tile.group * num_units() * 4 * kLanes;
-        const Mask ranks = first_lanes(matrices.rank - tile.group * kLanes);
+        // Pairs are whole: the number beside the last of an odd rank is zero, as its lane of A is.
+        const int64_t num_stored = table_.is_fp32() ? matrices.rank : matrices.rank + matrices.rank % 2;
+        const Mask ranks = first_lanes(num_stored - tile.group * kLanes);
         const char* rows[kShrunkRows];
-        float* out[kShrunkRows];
+        char* out[kShrunkRows];
         for (int64_t r = 0; r < tile.count; ++r) {
             rows[r] = x + rows_[tile.first + r] * x_stride_bytes;
-            out[r] = shrunk_ + (tile.first + r) * table_.total_rank() + tile.column;
+            out[r] = shrunk_of(tile.first + r, tile.column) + tile.group * kLanes * (table_.is_fp32() ? 4 : 2);
         }
         const auto run = [&](auto is_fp32, auto num_rows) {
             shrink_tile<is_fp32.value, num_rows.value>(down, unit_bytes, table_.in_features(), rows,
@@ -341,18 +339,18 @@ private:
             const int64_t column = (group + v) * kLanes;
             lanes[v] = static_cast<Mask>(first_lanes(columns.last - column) & ~first_lanes(columns.first - column));
         }
-        const char* up = matrices.up + group * up_units(matrices.rank, kIsFp32) * kUpUnitBytes;
-        const float* shrunk_row = shrunk_ + run.first * table_.total_rank() + columns.shrunk;
+        const int64_t num_units = up_units(matrices.rank, kIsFp32);
+        const char* up = matrices.up + group * num_units * kUpUnitBytes;
         for (int64_t done = 0; done < run.count; done += kExpandedRows) {
             with_rows<kExpandedRows>(std::min<int64_t>(kExpandedRows, run.count - done), [&](auto num_rows) {
                 constexpr int R = num_rows.value;
-                const float* shrunk[R];
+                const char* shrunk[R];
                 float* to[R];
                 for (int r = 0; r < R; ++r) {
-                    shrunk[r] = shrunk_row + (done + r) * table_.total_rank();
+                    shrunk[r] = shrunk_of(run.first + done + r, columns.shrunk);
                     to[r] = out + rows_[run.first + done + r] * out_stride + group * kLanes;
                 }
-                expand_tile<kIsFp32, R, V>(up, matrices.rank, shrunk, lanes, to);
+                expand_tile<kIsFp32, R, V>(up, num_units, shrunk, lanes, to);
             });
         }
     }

@@ -54,7 +54,10 @@ def test_additions_are_those_of_the_reference(ops: Ops, num_inputs, widths, dtyp
     assert (ours.in_features, ours.out_features) == (num_inputs, sum(widths))
     for size in BATCHES:
         x, slots = noise(size, num_inputs, dtype=dtype), mixed(size)
-        torch.testing.assert_close(ours(x, slots), theirs(x, slots), atol=3e-5, rtol=3e-5)
+        expected = theirs(x, slots)
+        # In bf16 A x is rounded.
+        rounding = 2**-8 * float(expected.abs().max()) if dtype is torch.bfloat16 else 0.0
+        torch.testing.assert_close(ours(x, slots), expected, atol=3e-5 + rounding, rtol=3e-5)
 
 
 @pytest.mark.parametrize(("num_inputs", "widths"), SHAPES)
