@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from benchmarks.rig.lines import Line, answer_lines, send_line
+from benchmarks.rig.lines import Line, answer_lines, give_way, send_line
 
 _LIMIT_S = 120.0
 _SETTLE_S = 1.0
@@ -160,6 +160,7 @@ def main() -> None:
     parser.add_argument("--address", required=True)
     parser.add_argument("--key", required=True)
     options = parser.parse_args()
+    give_way()
     asyncio.run(_serve(options.address, options.key))
 
 

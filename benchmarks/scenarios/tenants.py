@@ -6,9 +6,10 @@
 A real engine with the embedded model under the policy `fair`, and a frontend with the keys of two tenants. In
 turns alone and beside each load of the other tenant, one sends requests one after the other, each on a new
 HTTP connection: a short prompt, a prompt in a schema that was not sent before, and a text of 18 kB to
-tokenize. Promised: none is refused, and the 99th percentile is at most twice that alone and one step more. A
-step is one of decodes (50 ms); beside costly schemas, for a new schema, one check of these (5 s); beside open
-requests the three of a request (two in flight when it comes, and its own), with prompts (250 ms each).
+tokenize. The other gives way to the stack, whose cores it shares. Promised: none is refused, and the 99th
+percentile is at most twice that alone and one step more. A step is one of decodes (50 ms); beside costly
+schemas, for a new schema, one check of these (5 s); beside open requests the three of a request (two in
+flight when it comes, and its own), with prompts (250 ms each).
 """
 
 from __future__ import annotations

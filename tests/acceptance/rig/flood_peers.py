@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import resource
 import socket
 import ssl
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from benchmarks.rig.lines import Line, answer_lines, send_line
+from benchmarks.rig.lines import Line, answer_lines, give_way, send_line
 from triptych_kit.addresses import split_address
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -438,7 +437,7 @@ async def _flood(line: Line) -> Line:
 
 
 async def _serve() -> None:
-    os.nice(19)
+    give_way()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     send_line({"files": most})

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
-import os
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from benchmarks.rig.lines import Line, answer_lines, send_line
+from benchmarks.rig.lines import Line, answer_lines, give_way, send_line
 from triptych_kit.process.setup import prepare_process
 
 prepare_process("client")
@@ -37,7 +34,6 @@ _PROMPT_IDS = (5).to_bytes(4, "little") * 4
 _ENDED = "OK"
 _Constraint = sampling_pb2.StructuredOutput | None
 _MESSAGE_CHARS = 160
-_NICENESS = 10
 
 
 def _schema(document: object) -> sampling_pb2.StructuredOutput:
@@ -214,20 +210,12 @@ def _shown(code: str, message: str) -> str:
     return f"{code}: {cut}"
 
 
-def _give_way() -> None:
-    """Take no cores from the stack, as a client elsewhere. Linux divides them among sessions first."""
-    os.setsid()
-    os.nice(_NICENESS)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(_NICENESS), encoding="ascii")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--frontend", required=True)
     parser.add_argument("--engine", required=True)
     options = parser.parse_args()
-    _give_way()
+    give_way()
     sender = Sender(options.frontend, options.engine)
 
     async def run() -> None:
