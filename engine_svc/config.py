@@ -186,8 +186,8 @@ class CoreConfig(SecurityOptions):
     state_cache_memory: int | None = option(
         None,
         size=True,
-        help="bytes for states of recurrent layers, of running requests and kept ones (default: what "
-        "--max-num-seqs needs, and a share of free memory)",
+        help="bytes for states of recurrent layers, of running requests and kept ones (default: a share of "
+        "free memory, and what --max-num-seqs needs)",
     )
     state_interval: int = option(
         512,

@@ -174,7 +174,10 @@ def read_spec(config: Any) -> DecoderSpec:
 def _attention_scale(config: Any) -> float:
     if config.model_type == "granite":
         return float(config.attention_multiplier)
+    name = "query_pre_attn_scalar" if config.model_type == "gemma3_text" else "head_dim"
     size = config.query_pre_attn_scalar if config.model_type == "gemma3_text" else _head_dim(config)
+    if size <= 0:
+        raise NotNative(f"{name} is {size}, which is not above 0")
     return float(size**-0.5)
 
 

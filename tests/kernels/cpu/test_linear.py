@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from triptych_kernels import JoinedWeight, QuantizedWeight, Weight, as_tensor
+from triptych_kernels.cpu.elementwise import GATES
 from triptych_kernels.cpu.loader import Isa
 from triptych_kernels.ops import Linear, Ops, PackLinear
 from triptych_kernels.reference.linear import round_to_int8
@@ -338,6 +339,7 @@ def test_every_output_is_written_and_nothing_behind_it(isa: Isa, num_rows: int, 
         out_dtype is torch.bfloat16,
         0,
         isa.with_amx,
+        GATES["silu"],
         *(*part.layout, part.panels.data_ptr(), 0, 0, 0, 0, 0),
     )
     x = noise(num_rows, 31, dtype=torch.bfloat16)
