@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT_MS = 60_000
 _MAX_TIMEOUT_MS = int(rules_of(utility_pb2.UtilityCall, "timeout_ms").lowered_to)
 DEFAULT_SLEEP_LEVEL = 1
-_MAX_SHOWN = 200
+_SHOWN_CHARACTERS = 200
 _MAX_VERSION_CHARACTERS = rules_of(utility_pb2.SetWeightVersionCall, "version").max_chars
 
 _MODES: dict[utility_pb2.PauseMode, PauseMode] = {
@@ -216,7 +216,7 @@ async def _save_sharded_state(
     asked = call.save_sharded_state
     if not Path(asked.path).is_absolute():
         raise InvalidArgument(
-            f"path is {asked.path[:_MAX_SHOWN]!r}, it has to be a folder from the root on",
+            f"path is {asked.path[:_SHOWN_CHARACTERS]!r}, it has to be a folder from the root on",
             field="save_sharded_state.path",
         )
     if asked.pattern or asked.max_size_bytes:

@@ -55,6 +55,8 @@ MAX_LEXER_STATES = 100_000  # at most 200 MB; a mask of usual schemas adds a few
 MAX_GRAMMAR_SIZE = 500_000  # symbols; 100 bytes each
 MAX_SYMBOLS = 65_524  # of those left after simplification: 16 bits number them, one more is a panic
 
+UNUSED_CHARACTER = "\ue000"  # in no text
+
 MAX_TEXT_BYTES = 1 << 20  # of a constraint
 MAX_NESTING = 256  # brackets of a constraint: the compiler recurses
 MAX_REPETITIONS = 20_000  # of a regular expression, nested counts multiplied: 5 us each, outside of the fuel
@@ -407,3 +409,32 @@ def grammar_error(constraint: Constraint, message: str) -> GrammarError:
         return GrammarTooComplex(f"{name} cannot be compiled: {panic}")
     is_limit = any(word in message.lower() for word in _LIMIT_WORDS)
     return GrammarTooComplex(short) if is_limit else GrammarError(short)
+
+
+def with_markers_apart(tokenizer_json: str) -> tuple[str, dict[str, int]]:
+    """The tokenizer's file for llguidance, and the ids of its markers by their texts.
+
+    Markers are special tokens and, to llguidance, all that look like <this>: no text contains them, grammars
+    name them by id. But where a text is forced, llguidance allows the tokens alone that the tokenizer writes
+    it with, markers among them, and refuses these then. So no text may be written with a marker.
+    """
+    document = json.loads(tokenizer_json)
+    vocab = document["model"].get("vocab")
+    marker_ids, added = {}, []
+    for token in document.get("added_tokens") or ():
+        text = token["content"]
+        is_marked = text.startswith("<") and text.endswith(">")
+        if not text or not (token.get("special") or is_marked):
+            added.append(token)
+            continue
+        marker_ids[text] = token["id"]
+        apart = text[:1] + UNUSED_CHARACTER + text[1:]
+        if isinstance(vocab, dict) and text in vocab:
+            if not token.get("special"):
+                continue  # as a piece it is a marker, too, and the tokenizer's merges may name it
+            vocab[apart] = vocab.pop(text)
+        elif isinstance(vocab, list):
+            vocab[:] = [[apart, score] if piece == text else [piece, score] for piece, score in vocab]
+        added.append(token | {"content": apart})
+    document["added_tokens"] = added
+    return json.dumps(document, ensure_ascii=False), marker_ids

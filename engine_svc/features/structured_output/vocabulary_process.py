@@ -141,7 +141,7 @@ def main() -> int:
     """Answer texts until the engine closes the connection, or has ended."""
     from llguidance import LLTokenizer
 
-    from engine_svc.features.structured_output.backends.llguidance_backend import with_markers_apart
+    from engine_svc.features.structured_output.llguidance_text import with_markers_apart
 
     set_title("vocabulary")
     for number in (signal.SIGINT, signal.SIGHUP):

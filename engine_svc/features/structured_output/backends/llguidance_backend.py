@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
@@ -19,10 +18,12 @@ from engine_svc.features.structured_output.backends.backend import (
 )
 from engine_svc.features.structured_output.constraint import Constraint
 from engine_svc.features.structured_output.llguidance_text import (
+    UNUSED_CHARACTER,
     grammar_error,
     grammar_text,
     parser_limits,
     short_message,
+    with_markers_apart,
 )
 from triptych_kit.process.setup import release_memory
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from engine_svc.features.structured_output.vocabulary_process import VocabularyProcess
 
-_UNUSED = "\ue000"  # a character of no text
 _PAUSE_S = 0.05
 
 
@@ -70,7 +70,7 @@ class LLGuidanceBackend:
             # Compiling takes several times what the grammar keeps.
             release_memory()
         if matcher.is_error():
-            raise grammar_error(constraint, matcher.get_error().replace(_UNUSED, ""))
+            raise grammar_error(constraint, matcher.get_error().replace(UNUSED_CHARACTER, ""))
         return _LLGuidanceGrammar(matcher, self.vocabulary, len(grammar))
 
     def fill_masks(self, matchers: Sequence[tuple[Matcher, int]], masks: Tensor) -> list[int]:
@@ -164,32 +164,3 @@ class LLGuidanceMatcher:
     def _check(self) -> None:
         if self.inner.is_error():
             raise MatcherError(short_message(self.inner.get_error()))
-
-
-def with_markers_apart(tokenizer_json: str) -> tuple[str, dict[str, int]]:
-    """The tokenizer's file for llguidance, and the ids of its markers by their texts.
-
-    Markers are special tokens and, to llguidance, all that look like <this>: no text contains them, grammars
-    name them by id. But where a text is forced, llguidance allows the tokens alone that the tokenizer writes
-    it with, markers among them, and refuses these then. So no text may be written with a marker.
-    """
-    document = json.loads(tokenizer_json)
-    vocab = document["model"].get("vocab")
-    marker_ids, added = {}, []
-    for token in document.get("added_tokens") or ():
-        text = token["content"]
-        is_marked = text.startswith("<") and text.endswith(">")
-        if not text or not (token.get("special") or is_marked):
-            added.append(token)
-            continue
-        marker_ids[text] = token["id"]
-        apart = text[:1] + _UNUSED + text[1:]
-        if isinstance(vocab, dict) and text in vocab:
-            if not token.get("special"):
-                continue  # as a piece it is a marker, too, and the tokenizer's merges may name it
-            vocab[apart] = vocab.pop(text)
-        elif isinstance(vocab, list):
-            vocab[:] = [[apart, score] if piece == text else [piece, score] for piece, score in vocab]
-        added.append(token | {"content": apart})
-    document["added_tokens"] = added
-    return json.dumps(document, ensure_ascii=False), marker_ids
