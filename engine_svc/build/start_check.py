@@ -6,6 +6,7 @@ Imports no torch, so that `serve` and `LLM` refuse a start without waiting for a
 from __future__ import annotations
 
 import runpy
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,8 +23,8 @@ from engine_svc.model.loading.folder import (
     stated_dtype,
     stated_max_position,
     text_config,
+    weight_files,
 )
-from engine_svc.model.loading.formats.orders import check_orders
 from engine_svc.model.loading.formats.sources import quantization_method, weight_sources
 from engine_svc.model.loading.gguf.folder import is_from_file
 from engine_svc.model.loading.hub import is_gguf_path, is_hub_id
@@ -39,6 +40,9 @@ PROPOSER_ENTRY_POINTS = "triptych.proposers"
 
 _GIB = 1 << 30
 _BYTES_OF_DTYPES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
+# Endings of a group of each column, and of scales, with the dimension that counts groups.
+_GROUP_ENDINGS = ((".weight_g_idx", ".weight_scale", 1), (".g_idx", ".scales", 0))
+_GROUP_TYPES = {"I32": "i", "I64": "q"}
 
 
 def check_start(config: EngineConfig, *, num_engines: int = 1) -> None:
@@ -61,7 +65,7 @@ def check_start(config: EngineConfig, *, num_engines: int = 1) -> None:
     headers = read_headers(folder)
     sources = weight_sources(folder, content, (entry for header in headers for entry in header.entries))
     if sources:
-        check_orders(folder, headers)
+        _check_orders(folder, headers)
     if sources and config.quantization != "none":
         raise ConfigError(
             f"--quantization {config.quantization} quantizes at load, and the weights of {folder} are "
@@ -188,3 +192,29 @@ def _check_memory(config: EngineConfig, num_bytes: int, devices: Sequence[int], 
 
 def shown_size(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / MIB:.1f} MiB"
+
+
+def _check_orders(folder: Path, headers: Sequence[Header]) -> None:
+    """Raise CheckpointError for a group that a weight does not have.  headers: of sound quantized weights."""
+    shapes = {entry.name: entry.shape for header in headers for entry in header.entries}
+    for path, header in zip(weight_files(folder), headers, strict=True):
+        for entry in header.entries:
+            num_groups = _num_groups(entry.name, shapes)
+            if num_groups is None:
+                continue
+            with path.open("rb") as file:
+                file.seek(header.data_offset + entry.start)
+                groups = array(_GROUP_TYPES[entry.dtype], file.read(entry.end - entry.start))
+            first, last = min(groups), max(groups)
+            # All -1: without an order.
+            if (first < 0 or last >= num_groups) and (first, last) != (-1, -1):
+                wrong = first if first < 0 else last
+                raise CheckpointError(f"{folder}: {entry.name} has group {wrong}, there are {num_groups}")
+
+
+def _num_groups(name: str, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+    """None for another tensor than one of groups."""
+    for ending, scales, dimension in _GROUP_ENDINGS:
+        if name.endswith(ending):
+            return shapes[name.removesuffix(ending) + scales][dimension]
+    return None
