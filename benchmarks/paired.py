@@ -1,14 +1,17 @@
 """Compare two versions on one machine: `python -m benchmarks.paired BASE HEAD SCENARIO`.
 
-BASE and HEAD are git revisions or folders with checkouts. Both are measured in turns, each time in new
-processes; which of them is first alternates. For each metric the median of the ratios HEAD / BASE is printed
-with a 95 % bootstrap interval. The exit code is 1 where a metric falls short (its whole interval is worse
-than the bound), and 2 where a version could not be measured.
+BASE and HEAD are git revisions or folders with checkouts. Both are measured in turns; which of them is first
+alternates. `engine` keeps a process of each alive and takes turns of about half a second, as the speed of a
+host changes within minutes; the others start new processes for each turn. For each metric, and for the
+geometric mean of several, the median of the ratios HEAD / BASE is printed with a 95 % bootstrap interval. The
+exit code is 1 where a metric falls short (its whole interval is worse than the bound), and 2 where a version
+could not be measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -20,9 +23,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 
 from benchmarks.report import Report, Row, median_interval, print_table, report_file
+from benchmarks.rig.lines import LineProcess, LineProcessFailed
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _PROBES = Path(__file__).resolve().parent / "probes"
@@ -31,6 +37,7 @@ _TURN_LIMIT_S = 180.0
 _BUILD_LIMIT_S = 600.0
 # From fewer rounds no interval of the median has a confidence of 95 %.
 _MIN_ROUNDS = 6
+_MEAN = "geometric_mean"
 
 Metrics = dict[str, float]
 _Record = Mapping[str, list[dict[str, float]]]
@@ -46,6 +53,9 @@ class Checkout:
 
     name: str
     folder: Path
+
+
+_Measure = Callable[[Checkout], Metrics]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,9 @@ class Scenario:
     # Reads the report of the checkout's own benchmark. None: the metrics are the last line of the output.
     read_report: Callable[[_Record], Metrics] | None = None
     is_pinned: bool = False
+    # Measured one by one by a process that lives through all rounds. Empty: a new process measures all.
+    cells: Sequence[str] = ()
+    num_rounds: int = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         rows = _compare(options)
-    except MeasureFailed as error:
+    except (MeasureFailed, LineProcessFailed) as error:
         print(error, file=sys.stderr)
         return 2
     columns = ("metric", "base", "head", "ratio", "low", "high", "falls_short")
@@ -124,31 +137,43 @@ def _compare(options: argparse.Namespace) -> list[Row]:
             _make_model(folder / "M1")
         model = options.model or folder / "M1"
 
-        def measure(checkout: Checkout) -> Metrics:
-            turn = Turn(checkout.folder, model.resolve(), folder / "turn.json", options.core)
-            return run_turn(scenario, turn)
+        def turn_of(checkout: Checkout) -> Turn:
+            return Turn(checkout.folder, model.resolve(), folder / "turn.json", options.core)
 
-        comparisons = alternate(measure, base, head, options.rounds, scenario.higher_is_better)
+        measures: list[_Measure] = [lambda checkout: run_turn(scenario, turn_of(checkout))]
+        if scenario.cells:
+            living = {
+                each: stack.enter_context(CellProcess(scenario, turn_of(each))) for each in (base, head)
+            }
+            measures = [partial(_measure_cell, living, cell) for cell in scenario.cells]
+        comparisons = alternate(measures, base, head, options.rounds, scenario.higher_is_better)
     return [comparison.row(options.bound, options.seed) for comparison in comparisons]
 
 
+def _measure_cell(living: Mapping[Checkout, CellProcess], cell: str, checkout: Checkout) -> Metrics:
+    return living[checkout].measure(cell)
+
+
 def alternate(
-    measure: Callable[[Checkout], Metrics],
+    measures: Sequence[_Measure],
     base: Checkout,
     head: Checkout,
     num_rounds: int,
     higher_is_better: bool,
 ) -> list[Comparison]:
-    """Measure both versions in turns; base comes first in every other round."""
+    """Take each measure of both versions in turns; base comes first in every other round."""
     base_rounds: list[Metrics] = []
     head_rounds: list[Metrics] = []
     # The first turns are not counted: they read files for the first time.
-    for checkout in (base, head):
+    for checkout, measure in itertools.product((base, head), measures):
         measure(checkout)
     for round_index in range(num_rounds):
-        turns = [(base, base_rounds), (head, head_rounds)]
-        for checkout, rounds in turns if round_index % 2 == 0 else reversed(turns):
-            rounds.append(measure(checkout))
+        turns = [(base, Metrics()), (head, Metrics())]
+        for measure in measures:
+            for checkout, metrics in turns if round_index % 2 == 0 else reversed(turns):
+                metrics |= measure(checkout)
+        for rounds, (_, metrics) in zip((base_rounds, head_rounds), turns, strict=True):
+            rounds.append(metrics | ({_MEAN: geometric_mean(metrics.values())} if len(metrics) > 1 else {}))
         print(
             f"round {round_index + 1} of {num_rounds}: {base_rounds[-1]} {head_rounds[-1]}", file=sys.stderr
         )
@@ -163,15 +188,26 @@ def alternate(
     ]
 
 
+class CellProcess(LineProcess):
+    """The process of a checkout that measures one cell at a time."""
+
+    def __init__(self, scenario: Scenario, turn: Turn) -> None:
+        super().__init__(scenario.command(turn), environment=_environment(turn), folder=turn.checkout)
+        self._seeds = itertools.count()
+
+    def measure(self, cell: str) -> Metrics:
+        answer = self.ask(cell=cell, seed=next(self._seeds))
+        return {f"{name}_{cell}": value for name, value in answer.items()}
+
+
 def run_turn(scenario: Scenario, turn: Turn) -> Metrics:
     """Run the scenario's command in a checkout. MeasureFailed where it gives no metrics."""
     turn.output.unlink(missing_ok=True)
-    roots = [str(turn.checkout / name) for name in (".", "protos", "kernels")]
     try:
         ended = subprocess.run(
             scenario.command(turn),
             cwd=turn.checkout,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(roots), "PYTHONSAFEPATH": "1"},
+            env=os.environ | _environment(turn),
             capture_output=True,
             text=True,
             timeout=_TURN_LIMIT_S,
@@ -188,6 +224,11 @@ def run_turn(scenario: Scenario, turn: Turn) -> Metrics:
         raise MeasureFailed(f"exit code {ended.returncode} of {ended.args}:\n{ended.stderr[-2000:]}")
     metrics: Metrics = json.loads(ended.stdout.splitlines()[-1])
     return metrics
+
+
+def _environment(turn: Turn) -> dict[str, str]:
+    roots = [str(turn.checkout / name) for name in (".", "protos", "kernels")]
+    return {"PYTHONPATH": os.pathsep.join(roots), "PYTHONSAFEPATH": "1"}
 
 
 @contextmanager
@@ -256,7 +297,7 @@ def _benchmark(turn: Turn, name: str) -> list[str]:
 
 
 def _engine_command(turn: Turn) -> list[str]:
-    return _probe("engine", str(turn.model), str(turn.core), "1", "8", "64", "64+")
+    return _probe("engine", str(turn.model), str(turn.core))
 
 
 def _host_overhead_command(turn: Turn) -> list[str]:
@@ -287,7 +328,7 @@ def _read_frontend(record: _Record) -> Metrics:
 
 
 SCENARIOS = {
-    "engine": Scenario(_engine_command, higher_is_better=True),
+    "engine": Scenario(_engine_command, higher_is_better=True, cells=("1", "8", "64", "64+"), num_rounds=40),
     "scheduler": Scenario(
         _scheduler_command, higher_is_better=False, read_report=_read_scheduler, is_pinned=True
     ),
@@ -307,14 +348,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("head", metavar="HEAD", help="as BASE")
     parser.add_argument("scenario", metavar="SCENARIO", choices=SCENARIOS, help=", ".join(SCENARIOS))
     parser.add_argument(
-        "--rounds", type=int, default=15, help=f"alternations; no verdict from fewer than {_MIN_ROUNDS}"
+        "--rounds", type=int, help=f"alternations; no verdict from fewer than {_MIN_ROUNDS}; 15, engine 40"
     )
     parser.add_argument("--bound", type=float, default=0.02, help="how much worse HEAD may be")
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
     parser.add_argument("--model", type=Path, help="checkpoint folder; without it a random Llama of 14 M")
     parser.add_argument("--core", type=int, default=1, help="the core that computes")
     parser.add_argument("--json", type=report_file, help="file for the report")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.rounds = options.rounds or SCENARIOS[options.scenario].num_rounds
+    return options
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ class LineProcess:
         environment: Mapping[str, str] | None = None,
         cores: set[int] | None = None,
         end_s: float = _END_S,
+        folder: Path = _REPOSITORY,
     ) -> None:
         self._name, self._end_s = " ".join(command), end_s
         self._process = subprocess.Popen(
@@ -40,7 +41,7 @@ class LineProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=_REPOSITORY,
+            cwd=folder,
             env={**os.environ, **(environment or {})},
             # Threads that libraries start at their import inherit the cores.
             preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.paired import (
+    CellProcess,
     Checkout,
     Comparison,
     MeasureFailed,
@@ -55,7 +56,7 @@ def test_the_first_of_a_round_alternates_and_the_first_turns_are_not_counted() -
         turns.append(checkout.name)
         return {"rate": float(len(turns))}
 
-    (comparison,) = alternate(measure, BASE, HEAD, 2, higher_is_better=True)
+    (comparison,) = alternate([measure], BASE, HEAD, 2, higher_is_better=True)
     assert turns == ["base", "head", "base", "head", "head", "base"]
     assert (comparison.base, comparison.head) == ([3.0, 6.0], [4.0, 5.0])
 
@@ -71,6 +72,24 @@ def test_a_turn_runs_in_the_checkout_and_reads_the_last_line_or_the_report(tmp_p
     assert run_turn(printed, turn) == {"size": 2}
     reported = Scenario(printed.command, higher_is_better=False, read_report=lambda record: record["rows"][0])
     assert run_turn(reported, turn) == {"us": 7.0}
+
+
+def test_a_living_process_measures_each_cell_in_turn_with_the_geometric_mean_of_all(tmp_path: Path) -> None:
+    program = (
+        "import json, sys; print('{}', flush=True);"
+        "[print(json.dumps({'rate': len(each['cell']) * 4.0 ** each['seed']}), flush=True)"
+        " for each in map(json.loads, sys.stdin)]"
+    )
+    scenario = Scenario(lambda turn: [sys.executable, "-c", program], higher_is_better=True)
+    with CellProcess(scenario, Turn(tmp_path, tmp_path, tmp_path / "report.json", core=0)) as process:
+        cells = [lambda _, cell=cell: process.measure(cell) for cell in ("1", "64")]
+        compared = {each.metric: each for each in alternate(cells, BASE, HEAD, 1, higher_is_better=True)}
+    # Seeds 0 to 3 are those of the turns that are not counted.
+    assert {name: (each.base, each.head) for name, each in compared.items()} == {
+        "rate_1": ([4.0**4], [4.0**5]),
+        "rate_64": ([2 * 4.0**6], [2 * 4.0**7]),
+        "geometric_mean": ([pytest.approx(2**10.5)], [pytest.approx(2**12.5)]),
+    }
 
 
 def test_a_command_that_fails_is_an_error_with_its_output(tmp_path: Path) -> None:
