@@ -494,7 +494,7 @@ def _options(config: EngineConfig, origins: Mapping[str, str]) -> tuple[OptionIn
 
 def _scheduler_config(config: EngineConfig, side: RunnerSide) -> SchedulerConfig:
     method, num_drafts, _ = config.speculation
-    has_kv = bool(side.windows)
+    has_kv = bool(side.windows or side.num_state_slots)
     if config.enable_chunked_prefill and not has_kv:
         logger.warning(
             "chunked prefill is off: the model keeps no KV, so each prompt is computed in one step"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What another checkpoint must have in common with the one it replaces: caches and rows are made for it.
-_FORM = ("architecture", "kv_shapes", "vocab_size", "max_position", "dtype")
+_FORM = ("architecture", "kv_shapes", "state_shapes", "vocab_size", "max_position", "dtype")
 
 
 class Location(enum.Enum):
@@ -251,4 +251,11 @@ class Resident:
 
 
 def _form(facts: ModelFacts) -> tuple[object, ...]:
-    return facts.architecture, facts.kv_shapes, facts.vocab_size, facts.max_position, facts.dtype
+    return (
+        facts.architecture,
+        facts.kv_shapes,
+        facts.state_shapes,
+        facts.vocab_size,
+        facts.max_position,
+        facts.dtype,
+    )

@@ -243,7 +243,7 @@ def _load(
             config, reader, folder, dtype, device, ops, samples=GENERATE in facts.tasks
         )
         kv_shapes = warm.kv_shapes
-        facts = replace(facts, state_size=warm.state_size)
+        facts = replace(facts, state_size=warm.state_size, state_shapes=warm.state_shapes)
         if is_invariant and not warm.is_batch_invariant:
             _note_variance(options.is_deterministic, device, ops, f"in {facts.architecture}", "auto or off")
     if pooling is not None and not pooling.is_encoder:

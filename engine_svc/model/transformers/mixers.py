@@ -5,6 +5,7 @@ Knows the classes whose forward it replaces, by name; no cache.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,11 @@ from triptych_kernels import Ops, StateBatch
 
 # The running step, or None outside of one.
 Step = Callable[[], ForwardContext | None]
+
+
+def has_known_mixer(model_class: type) -> bool:
+    """Whether the layers with states of this class of transformers can be served."""
+    return not _MIXERS.keys().isdisjoint(vars(sys.modules[model_class.__module__]))
 
 
 def replace_mixers(model: nn.Module, ops: Ops, step: Step) -> tuple[StateShape, ...]:

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from engine_svc.model.context import EmbeddedTokens, ForwardContext, HiddenStates
 from engine_svc.model.errors import UnsupportedModel
+from engine_svc.model.facts import StateShape
 from engine_svc.model.low_rank import (
     Additions,
     EmbeddingAdditions,
@@ -32,6 +33,7 @@ from engine_svc.model.low_rank import (
 )
 from engine_svc.model.pooler import Pooler
 from engine_svc.model.transformers.batch_invariance import make_elementwise_invariant, prepack_calls
+from engine_svc.model.transformers.mixers import replace_mixers
 from engine_svc.model.transformers.packing import PackedProjection, prepack_experts, prepack_projections
 from triptych_kernels import Ops
 
@@ -96,6 +98,10 @@ class TransformersModel:
     def use_windows(self, windows: Sequence[int | None]) -> None:
         """Per attention layer, in order: tokens that a token sees, itself included; None is all before it."""
         self._windows = tuple(windows)
+
+    def use_state_slots(self) -> tuple[StateShape, ...]:
+        """Let the module's layers with states read and write those of the step; returns what each keeps."""
+        return replace_mixers(self.module, self.ops, lambda: self._context)
 
     def use_last_position(self, last_position: int) -> None:
         """Clamp positions to this one.

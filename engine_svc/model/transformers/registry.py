@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,8 +14,14 @@ from transformers.utils import logging as transformers_logging
 from engine_svc.model.errors import CheckpointError, ModelError, UnsupportedModel
 from engine_svc.model.loading.model_config import ModelConfig
 from engine_svc.model.transformers.encoder import encoder_class, first_position
+from engine_svc.model.transformers.mixers import has_known_mixer
 
-_ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+# Kinds of layers by what they keep of a sequence, as transformers names them.
+ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "hybrid"})
+STATE_KINDS = frozenset({"linear_attention", "hybrid"})
+_KINDS_WITHOUT_MEMORY = frozenset({"mlp", "moe"})
+# Of a model that computes no positions, so that its config need not state a limit.
+_MAX_RECURRENT_POSITION = 1 << 17
 _LENGTH_LIMITS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
 # What transformers raises for unexpected values.
 FOREIGN_ERRORS = (
@@ -75,11 +81,11 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     text_config = config.get_text_config()
     if getattr(text_config, "cross_attention_layers", None):
         raise UnsupportedModel(f"{name} attends to another model's states in some of its layers")
-    unknown = set(getattr(text_config, "layer_types", None) or ()) - _ATTENTION_LAYER_TYPES
+    kinds = set(stated_kinds(config))
+    unknown = kinds - ATTENTION_KINDS - STATE_KINDS - _KINDS_WITHOUT_MEMORY
     if unknown:
-        kinds = ", ".join(sorted(unknown))
         raise UnsupportedModel(
-            f"{name} has layers of kind {kinds}; only full and sliding attention can be served"
+            f"{name} has layers of kind {', '.join(sorted(unknown))}, which are not served"
         )
     if getattr(text_config, "attn_temperature_tuning", False) and not all(text_config.no_rope_layers):
         # Queries are scaled by their position in the step. The factor is 1 up to a position that no sample
@@ -89,7 +95,17 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         raise UnsupportedModel(f"{name} (model type {config.model_type}) does not generate text")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     assert isinstance(model_class, type)
+    states = kinds & STATE_KINDS
+    if states and not has_known_mixer(model_class):
+        raise UnsupportedModel(
+            f"{name} has layers of kind {', '.join(sorted(states))} with states that are not known here"
+        )
     return model_class
+
+
+def stated_kinds(config: PreTrainedConfig) -> Sequence[str]:
+    """The kind of each layer of the decoder; () if the config states none: then all have attention."""
+    return getattr(config.get_text_config(), "layer_types", None) or ()
 
 
 def own_config(config: PreTrainedConfig, chosen_class: type[PreTrainedModel]) -> PreTrainedConfig:
@@ -104,6 +120,9 @@ def max_position(config: PreTrainedConfig) -> int:
 
     0 where the config does not state it.
     """
+    kinds = stated_kinds(config)
+    if kinds and ATTENTION_KINDS.isdisjoint(kinds):
+        return _MAX_RECURRENT_POSITION
     text_config = config.get_text_config()
     limits = (getattr(text_config, name, None) for name in _LENGTH_LIMITS)
     limit = next((limit for limit in limits if isinstance(limit, int)), 0)

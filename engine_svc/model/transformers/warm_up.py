@@ -15,14 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
 
 from engine_svc.model.context import ForwardContext, HiddenStates, LayerCache
 from engine_svc.model.errors import UnsupportedModel
-from engine_svc.model.facts import KVShape, group_layers
+from engine_svc.model.facts import KVShape, StateShape, group_layers
 from engine_svc.model.transformers.attention_mask import MaskBook, OddMask
 from engine_svc.model.transformers.model import AttentionCall, TransformersModel
-from engine_svc.model.transformers.registry import max_position
-from triptych_kernels import AttentionBatch
+from engine_svc.model.transformers.registry import ATTENTION_KINDS, STATE_KINDS, max_position, stated_kinds
+from triptych_kernels import AttentionBatch, StateBatch
 
 _FIRST_SAMPLE = 8
 _MIN_SAMPLE, _MAX_SAMPLE = 19, 64
@@ -43,6 +44,7 @@ class WarmModel:
     """Properties of a model that its first forwards have shown."""
 
     kv_shapes: tuple[KVShape, ...]  # per attention layer, in order
+    state_shapes: tuple[StateShape, ...]  # per layer with a state, in order
     is_batch_invariant: bool  # as the ops are: samples gave the same bits alone, in chunks and together
     state_size: int  # see ModelFacts
 
@@ -76,18 +78,33 @@ def _warm_up(model: TransformersModel) -> WarmModel:
     states = HiddenStates(())
     with model.keeping(states):
         expected = [model.logits_alone(sample) for sample in samples]
+    state_shapes = _use_states(model, config)
     model.pack_projections(samples[0])
     model.use_paged_attention()
     model.use_windows([shape.window for shape in shapes])
     model.use_last_position(limit - 1)
-    difference = _difference(model, shapes, samples, expected)
+    trial = _Trial(model, shapes, state_shapes, samples)
+    difference = _difference(trial, expected)
     if difference > _TOLERANCE[expected[0].dtype]:
         raise UnsupportedModel(
             f"{model.name} computes other logits over the paged cache than alone: "
             f"they differ by {difference:.1%}"
         )
-    is_invariant = model.ops.is_batch_invariant and _is_batch_invariant(model, shapes, samples)
-    return WarmModel(shapes, is_invariant, _state_size(states.tensors, samples))
+    is_invariant = model.ops.is_batch_invariant and _is_batch_invariant(trial)
+    return WarmModel(shapes, state_shapes, is_invariant, _state_size(states.tensors, samples))
+
+
+def _use_states(model: TransformersModel, config: PreTrainedConfig) -> tuple[StateShape, ...]:
+    """Bind the layers with states to those of a step."""
+    num_layers = sum(kind in STATE_KINDS for kind in stated_kinds(config))
+    if not num_layers:
+        return ()
+    shapes = model.use_state_slots()
+    if len(shapes) != num_layers:
+        raise UnsupportedModel(
+            f"{model.name} has {num_layers} layers with states, of which {len(shapes)} are known here"
+        )
+    return shapes
 
 
 def _state_size(states: Sequence[Tensor], samples: Sequence[Tensor]) -> int:
@@ -125,11 +142,14 @@ def _learn_shapes(model: TransformersModel, config: PreTrainedConfig) -> tuple[K
         model.forward_with(look, masks.make_mask, _sample(model, config, _FIRST_SAMPLE))
     except OddMask as odd:
         raise UnsupportedModel(f"{model.name} {odd}") from odd
+    kinds = stated_kinds(config)
     num_layers = getattr(config, "decoder_layers", None) or config.num_hidden_layers
+    if kinds:
+        num_layers = sum(kind in ATTENTION_KINDS for kind in kinds)
     # A multiple of the layers: some layers attend more than once.
-    if not shapes or len(shapes) % num_layers:
+    if bool(shapes) != bool(num_layers) or (num_layers and len(shapes) % num_layers):
         raise UnsupportedModel(
-            f"{model.name} has {num_layers} layers, but called the attention interface "
+            f"{model.name} has {num_layers} layers with attention, but called the attention interface "
             f"{len(shapes)} times: it computes attention, or a state instead of it, by itself"
         )
     return tuple(shapes)
@@ -166,6 +186,7 @@ def _check_cache(name: str, config: PreTrainedConfig, shapes: tuple[KVShape, ...
     kept = [
         getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
         for layer in DynamicCache(config=config).layers
+        if isinstance(layer, DynamicLayer)
     ]
     limit = max_position(config)
     for layer, (window, shape) in enumerate(zip(kept, shapes, strict=False)):
@@ -206,29 +227,56 @@ def _single_steps(lengths: Sequence[int]) -> list[list[_Chunk]]:
 
 
 class _Trial:
-    """Two samples over a paged cache of their own, computed in steps of chunks."""
+    """Samples over a paged cache and slots of states of their own, computed in steps of chunks."""
 
-    def __init__(self, model: TransformersModel, shapes: tuple[KVShape, ...], samples: list[Tensor]) -> None:
+    def __init__(
+        self,
+        model: TransformersModel,
+        shapes: tuple[KVShape, ...],
+        state_shapes: tuple[StateShape, ...],
+        samples: list[Tensor],
+    ) -> None:
         self._model, self._samples = model, samples
-        max_length = max(len(sample) for sample in samples)
-        self._layers = _make_layers(model, shapes, max_length=max_length, num_rows=len(samples))
+        self.lengths = [len(sample) for sample in samples]
+        self._num_blocks = -(-max(self.lengths) // _BLOCK_SIZE)  # of each row
+        self._layers = _make_layers(model, shapes, self._num_blocks * len(samples))
         self._num_groups = len(group_layers(shapes))
+        self._state_layers = [
+            tuple(torch.zeros(len(samples), *part, device=model.device) for part in shape.parts)
+            for shape in state_shapes
+        ]
 
     def run(self, chunks: list[_Chunk], rows: Tensor) -> Tensor:
         """The logits at these indices of the step."""
         device = self._model.device
         positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks]).to(device)
         token_ids = torch.cat([self._samples[chunk.row][chunk.start : chunk.end] for chunk in chunks])
-        context = _context(self._layers, self._num_groups, chunks, len(self._samples), device)
-        return self._model.forward(token_ids, positions, rows.to(device), context)
+        return self._model.forward(token_ids, positions, rows.to(device), self._context(chunks))
+
+    def _context(self, chunks: list[_Chunk]) -> ForwardContext:
+        """The step of these chunks. Block b of a row is block b * num_rows + row of the cache."""
+        num_rows, device = len(self._samples), self._model.device
+        tables = torch.stack([torch.arange(self._num_blocks) * num_rows + chunk.row for chunk in chunks])
+        slots = []
+        for chunk, table in zip(chunks, tables, strict=True):
+            positions = torch.arange(chunk.start, chunk.end)
+            slots.append(table[positions // _BLOCK_SIZE] * _BLOCK_SIZE + positions % _BLOCK_SIZE)
+        counts, totals = [chunk.end - chunk.start for chunk in chunks], [chunk.end for chunk in chunks]
+        attention = AttentionBatch.of(tables.to(device), counts, totals, _BLOCK_SIZE)
+        context = ForwardContext(
+            self._layers, [torch.cat(slots).to(device)] * self._num_groups, [attention] * self._num_groups
+        )
+        if self._state_layers:
+            # The slot of a row is its number.
+            read_slots = [chunk.row if chunk.start else -1 for chunk in chunks]
+            last_slots = [chunk.row for chunk in chunks]
+            context.states = StateBatch.of(counts, totals, read_slots, last_slots, device=device)
+            context.state_layers = self._state_layers
+        return context
 
 
-def _difference(
-    model: TransformersModel, shapes: tuple[KVShape, ...], samples: list[Tensor], expected: list[Tensor]
-) -> float:
+def _difference(trial: _Trial, expected: list[Tensor]) -> float:
     """Relative distance of the logits over a paged cache from the expected ones; NaN counts as infinite."""
-    lengths = [len(sample) for sample in samples]
-    trial = _Trial(model, shapes, samples)
 
     def run(chunks: list[_Chunk]) -> Tensor:
         num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
@@ -240,18 +288,17 @@ def _difference(
         difference: Tensor = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-6)
         return difference
 
-    parts = [run(chunks) for chunks in _chunk_steps(lengths)]
-    parts.append(torch.cat([run(chunks) for chunks in _single_steps(lengths)]))
+    parts = [run(chunks) for chunks in _chunk_steps(trial.lengths)]
+    parts.append(torch.cat([run(chunks) for chunks in _single_steps(trial.lengths)]))
     # In half precision a router may send a token elsewhere. One such token is no reason to reject the model.
     is_exact = expected[0].dtype is torch.float32
     worst = torch.stack([part.max() if is_exact else part.median() for part in parts]).max()
     return float(worst.nan_to_num(torch.inf))
 
 
-def _is_batch_invariant(model: TransformersModel, shapes: tuple[KVShape, ...], samples: list[Tensor]) -> bool:
+def _is_batch_invariant(trial: _Trial) -> bool:
     """Whether the samples' logits have the same bits alone and in other batches and chunks."""
-    lengths = [len(sample) for sample in samples]
-    trial = _Trial(model, shapes, samples)
+    lengths = trial.lengths
     alone = [trial.run([_Chunk(row, 0, length)], torch.arange(length)) for row, length in enumerate(lengths)]
     for chunks in (*_chunk_steps(lengths), *_single_steps(lengths)):
         start = 0
@@ -264,10 +311,7 @@ def _is_batch_invariant(model: TransformersModel, shapes: tuple[KVShape, ...], s
     return True
 
 
-def _make_layers(
-    model: TransformersModel, shapes: tuple[KVShape, ...], *, max_length: int, num_rows: int
-) -> list[LayerCache]:
-    num_blocks = -(-max_length // _BLOCK_SIZE) * num_rows
+def _make_layers(model: TransformersModel, shapes: tuple[KVShape, ...], num_blocks: int) -> list[LayerCache]:
     group_of = {layer: index for index, group in enumerate(group_layers(shapes)) for layer in group.layers}
 
     def cache(num_heads: int, dim: int) -> Tensor:
@@ -282,22 +326,3 @@ def _make_layers(
         )
         for layer, shape in enumerate(shapes)
     ]
-
-
-def _context(
-    layers: list[LayerCache], num_groups: int, chunks: list[_Chunk], num_rows: int, device: torch.device
-) -> ForwardContext:
-    """The step of these chunks. Block b of a row is block b * num_rows + row of the cache."""
-    num_blocks = layers[0].key_cache.shape[0] // num_rows
-    tables = torch.stack([torch.arange(num_blocks) * num_rows + chunk.row for chunk in chunks])
-    slots = []
-    for chunk, table in zip(chunks, tables, strict=True):
-        positions = torch.arange(chunk.start, chunk.end)
-        slots.append(table[positions // _BLOCK_SIZE] * _BLOCK_SIZE + positions % _BLOCK_SIZE)
-    attention = AttentionBatch.of(
-        tables.to(device),
-        [chunk.end - chunk.start for chunk in chunks],
-        [chunk.end for chunk in chunks],
-        _BLOCK_SIZE,
-    )
-    return ForwardContext(layers, [torch.cat(slots).to(device)] * num_groups, [attention] * num_groups)

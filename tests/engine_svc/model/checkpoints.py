@@ -77,6 +77,21 @@ _LATENT = {
     "kv_lora_rank": 16,
 }
 _TOP_2 = {"num_experts_per_tok": 2}
+_MAMBA: dict[str, object] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+}
+_DELTA: dict[str, object] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
 _DEEPSEEK: dict[str, object] = {
     **_LATENT,
     **_TOP_2,
@@ -93,6 +108,7 @@ _OF_BLOCKS: dict[str, tuple[str, dict[str, object]]] = {
         "afmoe",
         {"sliding_window": 7, "num_experts": 8, "moe_intermediate_size": 16, **_TOP_2, **_SLIDING_AND_FULL},
     ),
+    "bamba": ("bamba", {**_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]}),
     "bert": ("bert", {"is_decoder": False}),
     "cohere2": ("cohere2", {"sliding_window": 7, "logit_scale": 1.0, **_SLIDING_AND_FULL}),
     "deepseek_v2": ("deepseek_v2", {**_DEEPSEEK, "topk_method": "greedy"}),
@@ -101,6 +117,10 @@ _OF_BLOCKS: dict[str, tuple[str, dict[str, object]]] = {
     "doge": ("doge", {}),
     "ernie4_5_moe": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}),
     "exaone4": ("exaone4", {"sliding_window": 7, **_SLIDING_AND_FULL}),
+    "falcon_h1": (
+        "falcon_h1",
+        {**_MAMBA, "mamba_d_ssm": 64, "embedding_multiplier": 2.0, "ssm_in_multiplier": 0.7},
+    ),
     "gemma": ("gemma", {}),
     "gemma2": (
         "gemma2",
@@ -156,6 +176,17 @@ _OF_BLOCKS: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
     "granitemoe": ("granitemoe", {"num_local_experts": 4, **_TOP_2}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            **_MAMBA,
+            **_TOP_2,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_hidden_layers": 3,
+            "num_local_experts": 4,
+            "shared_intermediate_size": 32,
+        },
+    ),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
     "llama": ("llama", {"tie_word_embeddings": True}),
     "longcat_flash": (
@@ -185,6 +216,20 @@ _OF_BLOCKS: dict[str, tuple[str, dict[str, object]]] = {
     "mistral": ("mistral", {"sliding_window": 11}),
     "mixtral": ("mixtral", {"num_local_experts": 4, **_TOP_2}),
     "nemotron": ("nemotron", {}),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
+            "num_hidden_layers": 5,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 16,
+        },
+    ),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {"sliding_window": 7, **_SLIDING_AND_FULL}),
     "olmoe": ("olmoe", {"num_experts": 4, **_TOP_2}),
@@ -197,7 +242,28 @@ _OF_BLOCKS: dict[str, tuple[str, dict[str, object]]] = {
         {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "num_hidden_layers": 3},
     ),
     "qwen3": ("qwen3", {}),
+    "qwen3_5": ("qwen3_5_text", {**_DELTA, "tie_word_embeddings": True}),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {
+            **_DELTA,
+            **_TOP_2,
+            "num_experts": 4,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 16, **_TOP_2}),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            **_DELTA,
+            **_TOP_2,
+            "num_experts": 4,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
     "recurrent_gemma": ("recurrent_gemma", {"lru_width": 32, "attention_window_size": 11}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),

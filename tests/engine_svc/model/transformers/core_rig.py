@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine_svc.build.engine import build_core
-from engine_svc.cache.attention import FullAttention, SlidingWindow
+from engine_svc.cache.attention import AttentionKind, FullAttention, KeptState, SlidingWindow
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.request import Request
 from engine_svc.core.step import AdmittedRequest, StepPlan
@@ -66,7 +66,14 @@ class CoreDriver:
     ) -> None:
         facts = loaded.facts
         max_model_len = max_model_len or facts.max_position
-        windows = [group.window for group in facts.groups]
+        kinds: list[AttentionKind] = [
+            FullAttention(block_size) if group.window is None else SlidingWindow(block_size, group.window)
+            for group in facts.groups
+        ]
+        num_slots = 0
+        if facts.state_shapes:
+            kinds.append(KeptState(block_size, 3 * block_size))
+            num_slots = max_num_seqs + 5
         self.core = build_core(
             SchedulerConfig(
                 max_model_len=max_model_len,
@@ -76,17 +83,11 @@ class CoreDriver:
                 async_scheduling=depth > 1,
                 max_steps_in_flight=depth,
             ),
-            CacheConfig(
-                num_blocks,
-                tuple(
-                    FullAttention(block_size) if window is None else SlidingWindow(block_size, window)
-                    for window in windows
-                ),
-            ),
+            CacheConfig(num_blocks, tuple(kinds), num_state_slots=num_slots),
         )
-        kv = KVTensors(facts, KVSizing(num_blocks, block_size, bytes_per_block=0))
+        kv = KVTensors(facts, KVSizing(num_blocks, block_size, 0, num_slots))
         # Memory is used as it comes, so the worst that it can hold must reach no result.
-        for stack in kv.stacks:
+        for stack in (*kv.stacks, *kv.states.stacks):
             stack.fill_(float("nan"))
         self.recorder = LogitRecorder()
         self.runner = ModelRunner(
@@ -159,7 +160,12 @@ class _RecordingModel:
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
     ) -> Tensor:
         every_row = torch.arange(token_ids.shape[0], device=token_ids.device)
+        states = [tensor for tensors in context.state_layers for tensor in tensors]
+        before = [tensor.clone() for tensor in states]
         self.logits = self._model.forward(token_ids, positions, every_row, context)
+        # KV is only written once more, states are advanced.
+        for tensor, old in zip(states, before, strict=True):
+            tensor.copy_(old)
         return self._model.forward(token_ids, positions, logit_rows, context)
 
 
@@ -183,7 +189,7 @@ class CoreRig(CoreDriver):
         self.logits: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
         super().__init__(
             loaded,
-            num_blocks=int(needed * room) + 1,
+            num_blocks=max(1, int(needed * room)) + 1,
             block_size=BLOCK_SIZE,
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,

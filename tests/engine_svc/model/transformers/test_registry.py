@@ -23,6 +23,10 @@ def test_a_config_that_does_not_say_its_longest_sequence_yields_none():
     assert max_position(make_config("bloom")) == 0
 
 
+def test_a_model_whose_layers_all_keep_states_computes_no_positions_and_has_a_limit_of_its_own():
+    assert max_position(make_config("mamba2")) == 1 << 17
+
+
 @pytest.mark.parametrize(
     ("rope", "expected"),
     [
@@ -52,7 +56,7 @@ def test_a_rope_that_depends_on_the_batch_limits_the_length(rope, expected):
         ("t5", {}, "T5 is an encoder-decoder"),
         ("bart", {}, "Bart is an encoder-decoder"),
         ("whisper", {}, "Whisper is an encoder-decoder"),
-        ("mamba2", {}, "Mamba2 has layers of kind linear_attention"),
+        ("jamba", {}, "Jamba has layers of kind linear_attention with states that are not known"),
         ("llama4_text", {}, "Llama4Text has layers of kind chunked_attention"),
         ("llama4_text", {"layer_types": ["full_attention"] * 48}, "Llama4Text tunes the temperature"),
         ("mllama", {}, "Mllama attends to another model's states"),

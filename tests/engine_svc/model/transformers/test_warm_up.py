@@ -123,7 +123,15 @@ class Broken(nn.Module):
 
 def test_a_layer_that_does_not_ask_for_attention_is_counted(llama):
     llama.model.layers[1].self_attn = OwnAttention()
-    with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM has 2 layers, but called .* 1 times"):
+    with pytest.raises(
+        UnsupportedModel, match=r"LlamaForCausalLM has 2 layers with attention, but called .* 1 times"
+    ):
+        warmed_up(llama)
+
+
+def test_a_layer_with_a_state_whose_mixer_is_not_known_is_counted(llama):
+    llama.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(UnsupportedModel, match="has 1 layers with states, of which 0 are known"):
         warmed_up(llama)
 
 
