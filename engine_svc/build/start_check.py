@@ -17,6 +17,7 @@ from engine_svc.core.artifacts import ArtifactKind, check_content
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.loading.folder import (
     Header,
+    HeaderEntry,
     check_model_path,
     read_headers,
     read_json_object,
@@ -28,6 +29,7 @@ from engine_svc.model.loading.folder import (
 from engine_svc.model.loading.formats.sources import quantization_method, weight_sources
 from engine_svc.model.loading.gguf.folder import is_from_file
 from engine_svc.model.loading.hub import is_gguf_path, is_hub_id
+from engine_svc.model.loading.states import stated_state_bytes
 from engine_svc.runner.memory.host_memory import MIB, cuda_device_bytes, free_host_bytes
 from engine_svc.scheduler.policies import POLICIES
 from triptych_kit.config import ConfigError
@@ -63,7 +65,11 @@ def check_start(config: EngineConfig, *, num_engines: int = 1) -> None:
         raise UnsupportedModel(f"{folder} is an encoder-decoder; only decoders can be served")
     _check_ranks(config, text_config(content))
     headers = read_headers(folder)
-    sources = weight_sources(folder, content, (entry for header in headers for entry in header.entries))
+    entries = [entry for header in headers for entry in header.entries]
+    state_bytes = stated_state_bytes(folder, text_config(content), entries)
+    if state_bytes:
+        _check_states(config, state_bytes)
+    sources = weight_sources(folder, content, entries)
     if sources:
         _check_orders(folder, headers)
     if sources and config.quantization != "none":
@@ -79,8 +85,8 @@ def check_start(config: EngineConfig, *, num_engines: int = 1) -> None:
         if path.is_file():
             check_content(kind, path.read_bytes())
     parts = {name for source in sources.values() for name in source.tensors}
-    num_bytes = _weight_bytes(config, headers, parts, stated_dtype(content))
-    _check_memory(config, num_bytes, devices, num_engines)
+    num_bytes = _weight_bytes(config, entries, parts, stated_dtype(content))
+    _check_memory(config, num_bytes, state_bytes, devices, num_engines)
 
 
 def find_cuda_devices() -> tuple[Sequence[int], str]:
@@ -136,6 +142,32 @@ def _check_ranks(config: EngineConfig, stated: Mapping[str, Any]) -> None:
         raise UnsupportedModel(f"--pipeline-parallel-size is {pp_size}, the model has {num_layers} layers")
 
 
+def _check_states(config: EngineConfig, state_bytes: int) -> None:
+    """Raise ConfigError for options that do not go with a model whose layers keep states."""
+    for option, size in (
+        ("--tensor-parallel-size", config.tensor_parallel_size),
+        ("--pipeline-parallel-size", config.pipeline_parallel_size),
+    ):
+        if size > 1:
+            raise ConfigError(f"{option} is {size}, a model whose layers keep states takes 1")
+    if config.speculation.method != "off":
+        raise ConfigError(
+            f"--speculative is {config.speculation.method}, a model whose layers keep states takes off: a "
+            "rejected draft would be part of its states"
+        )
+    memory, num_states = config.state_cache_memory, _num_states(config)
+    if memory is not None and memory < num_states * state_bytes:
+        raise ConfigError(
+            f"--state-cache-memory is {shown_size(memory)}, --max-num-seqs {config.max_num_seqs} needs "
+            f"{num_states} states of {shown_size(state_bytes)}, {shown_size(num_states * state_bytes)}"
+        )
+
+
+def _num_states(config: EngineConfig) -> int:
+    # A request that goes on from a kept state reads its slot and writes another.
+    return config.max_num_seqs + 1
+
+
 def _checked_devices(config: EngineConfig) -> Sequence[int]:
     """The memory of the CUDA devices that the engine would use; empty for a CPU."""
     if config.device == "cpu":
@@ -156,20 +188,22 @@ def _checked_devices(config: EngineConfig) -> Sequence[int]:
 
 
 def _weight_bytes(
-    config: EngineConfig, headers: Sequence[Header], quantized: Collection[str], stated: str | None
+    config: EngineConfig, entries: Sequence[HeaderEntry], quantized: Collection[str], stated: str | None
 ) -> int:
     """The least memory that the weights take, once loaded.  quantized: tensors that keep their width."""
     size = _BYTES_OF_DTYPES.get(config.dtype) or _BYTES_OF_DTYPES.get(stated or "")
     if config.quantization != "none":
         size = 1
-    entries = [entry for header in headers for entry in header.entries]
     return sum(
         entry.end - entry.start if size is None or entry.name in quantized else entry.num_elements * size
         for entry in entries
     )
 
 
-def _check_memory(config: EngineConfig, num_bytes: int, devices: Sequence[int], num_engines: int) -> None:
+def _check_memory(
+    config: EngineConfig, num_bytes: int, state_bytes: int, devices: Sequence[int], num_engines: int
+) -> None:
+    """num_bytes: of the weights.  state_bytes: of one state of all layers."""
     # Where experts are divided over engines, each holds a part of nearly all weights.
     num_copies = 1 if config.divides_experts or devices else num_engines
     cache = 0 if config.num_kv_blocks is not None else config.kv_cache_memory or 0
@@ -187,6 +221,13 @@ def _check_memory(config: EngineConfig, num_bytes: int, devices: Sequence[int], 
         raise CheckpointError(
             f"the weights of {config.model} take {shown_size(num_bytes)}{copies}, "
             f"more than the {shown_size(free)} {whose}"
+        )
+    num_states = _num_states(config)
+    if num_bytes + num_states * state_bytes > free:
+        raise ConfigError(
+            f"--max-num-seqs is {config.max_num_seqs}, which needs {num_states} states of "
+            f"{shown_size(state_bytes)}, {shown_size(num_states * state_bytes)}, and beside the weights "
+            f"{shown_size(free - num_bytes)} are {whose}"
         )
 
 

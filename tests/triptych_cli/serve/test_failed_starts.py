@@ -474,6 +474,118 @@ FAILED_STARTS: dict[str, tuple[Arrange, tuple[str, ...]]] = {
 }
 
 
+_QWEN: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+}
+_BAMBA: dict[str, Any] = {
+    "model_type": "bamba",
+    "num_hidden_layers": 2,
+    "layer_types": None,
+    "hidden_size": 32,
+    "mamba_n_heads": 8,
+    "mamba_d_head": "auto",
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+}
+
+
+def with_states(config: Mapping[str, Any], *flags: str, num_channels: int) -> Arrange:
+    """A folder of a model with these layers, one of which keeps a state."""
+
+    def arrange(folder: Path) -> list[str]:
+        model_folder(folder, "tokenizer.json", config=config)
+        name = "model.layers.0.mixer.conv1d.weight"
+        write_zeros(folder / "model.safetensors", {name: ("F32", (num_channels, 1, 4))})
+        return [str(folder), *flags]
+
+    return arrange
+
+
+def qwen(*flags: str, **changes: object) -> Arrange:
+    return with_states({**_QWEN, **changes}, *flags, num_channels=96)
+
+
+def bamba(**changes: object) -> Arrange:
+    return with_states({**_BAMBA, **changes}, num_channels=128)
+
+
+MODELS_WITH_STATES: dict[str, tuple[Arrange, tuple[str, ...]]] = {
+    "indexed attention": (
+        stating({"model_type": "deepseek_v32", "index_topk": 64}),
+        ("has layers of kind indexed_attention, which are not served",),
+    ),
+    "conv": (
+        stating({"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2}),
+        ("has layers of kind conv, which are not served",),
+    ),
+    "another mixer": (
+        stating({"model_type": "minimax", "layer_types": ["linear_attention", "full_attention"] * 2}),
+        ("has layers of kind linear_attention, whose states are not served for model type minimax",),
+    ),
+    "no kinds": (
+        qwen(layer_types=["linear_attention", 3]),
+        ("layer_types is ['linear_attention', 3], expected a list of kinds",),
+    ),
+    "kinds of fewer layers": (
+        qwen(num_hidden_layers=4),
+        ("layer_types has 2 kinds, num_hidden_layers is 4",),
+    ),
+    "heads": (
+        qwen(linear_num_key_heads=3),
+        ("linear_num_key_heads is 3, which does not divide linear_num_value_heads, 4",),
+    ),
+    "groups": (bamba(mamba_n_groups=3), ("mamba_n_groups is 3, which does not divide mamba_n_heads, 8",)),
+    "state size": (bamba(mamba_d_state=0), ("mamba_d_state is 0, expected at least 1",)),
+    "convolution": (
+        qwen(linear_conv_kernel_dim="4"),
+        ("linear_conv_kernel_dim is '4', expected at least 1",),
+    ),
+    "width of a head": (
+        bamba(mamba_d_head=16),
+        ("mamba_n_heads is 8, times heads of 16 it is not mamba_expand times hidden_size, 64",),
+    ),
+    "channels": (
+        qwen(linear_key_head_dim=16),
+        ("conv1d.weight has shape (96, 1, 4), by config.json (128, 1, 4)",),
+    ),
+    "states and ranks": (
+        qwen("--tensor-parallel-size=2"),
+        ("--tensor-parallel-size is 2, a model whose layers keep states takes 1",),
+    ),
+    "states and stages": (
+        qwen("-pp", "2"),
+        ("--pipeline-parallel-size is 2, a model whose layers keep states takes 1",),
+    ),
+    "states and drafts": (
+        qwen("--speculative=ngram"),
+        ("--speculative is ngram, a model whose layers keep states takes off",),
+    ),
+    "memory of states": (
+        with_states(
+            {**_QWEN, "linear_num_value_heads": 32, "linear_value_head_dim": 128, "linear_key_head_dim": 128},
+            "--state-cache-memory=32MiB",
+            "--max-num-seqs=16",
+            num_channels=4608,
+        ),
+        ("--state-cache-memory is 32.0 MiB, --max-num-seqs 16 needs 17 states of 2.1 MiB, 34.9 MiB",),
+    ),
+    "states and weights": (
+        with_states(
+            {**_BAMBA, "mamba_n_groups": 1, "mamba_d_state": 1 << 24},
+            num_channels=64 + (2 << 24),
+        ),
+        ("--max-num-seqs is 256, which needs 257 states of", "and beside the weights", "free here"),
+    ),
+}
+
+
 @pytest.fixture
 def no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*given: object, **options: object) -> None:
@@ -484,7 +596,11 @@ def no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_process_starts")
-@pytest.mark.parametrize(("arrange", "words"), FAILED_STARTS.values(), ids=FAILED_STARTS)
+@pytest.mark.parametrize(
+    ("arrange", "words"),
+    [*FAILED_STARTS.values(), *MODELS_WITH_STATES.values()],
+    ids=[*FAILED_STARTS, *MODELS_WITH_STATES],
+)
 def test_a_failed_start_is_its_cause_in_one_line_and_no_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arrange: Arrange, words: tuple[str, ...]
 ) -> None:

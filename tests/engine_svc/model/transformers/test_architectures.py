@@ -16,7 +16,10 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from engine_svc.model.errors import UnsupportedModel
+from engine_svc.model.loading.folder import read_headers, read_json_object, text_config
 from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
+from engine_svc.model.loading.states import stated_state_bytes
+from engine_svc.runner.memory.state_tensors import bytes_per_slot
 from tests.engine_svc.model.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine_svc.model.transformers.core_rig import BLOCK_SIZE, CoreRig
 
@@ -136,6 +139,9 @@ def test_tokens_and_logits_are_those_of_transformers(family_of, family: str, mod
     # Each running request has a slot for its state: only blocks can be too few.
     assert (rig.num_preemptions > 0) == bool(loaded.facts.groups)
     assert bool(loaded.facts.state_shapes) == (family in WITH_STATES)
+    entries = [entry for header in read_headers(folder) for entry in header.entries]
+    stated = text_config(read_json_object(folder / "config.json"))
+    assert stated_state_bytes(folder, stated, entries) == bytes_per_slot(loaded.facts.state_shapes)
 
 
 def test_the_windows_are_those_of_the_layers(tmp_path: Path):
