@@ -167,7 +167,9 @@ def _ids_of(path: Path) -> tuple[object, ...]:
     content = json.loads(path.read_text("utf-8"))
     model = content.get("model") or {}
     added = [(token.get("id"), token.get("content")) for token in content.get("added_tokens") or ()]
-    return model.get("type"), model.get("vocab"), model.get("merges"), added
+    # A merge is a pair, or a line with a space between its tokens.
+    merges = [each.split(" ") if isinstance(each, str) else each for each in model.get("merges") or ()]
+    return model.get("type"), model.get("vocab"), merges, added
 
 
 def measure_step_costs(config: EngineConfig, control: RunnerControl) -> StepCosts:

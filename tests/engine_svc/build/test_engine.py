@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import random
 import threading
@@ -150,6 +151,30 @@ def test_ids_equal_those_of_transformers_through_chunks_preemptions_and_prefix_h
     assert stats.num_preemptions > 0
     assert stats.prefix_hits > 0
     assert stats.num_used_blocks == 0
+
+
+def test_a_draft_model_has_the_same_tokenizer_where_it_writes_merges_as_lines(tmp_path):
+    for path in _PACKAGED.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "tokenizer.json").unlink()
+    content = json.loads((_PACKAGED / "tokenizer.json").read_text())
+    pairs = content["model"]["merges"]
+    config = EngineConfig(
+        model=str(_PACKAGED),
+        speculative="draft",
+        speculative_model=str(tmp_path),
+        max_model_len=64,
+        max_num_seqs=2,
+        num_kv_blocks=16,
+        num_threads=1,
+    )
+    content["model"]["merges"] = [" ".join(pair) for pair in pairs]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert len(Built(config).generate([[1, 2, 3]], 4)[0]) == 4
+    content["model"]["merges"] = [" ".join(pair) for pair in reversed(pairs)]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="another tokenizer than the model"):
+        Built(config)
 
 
 @pytest.mark.parametrize(
