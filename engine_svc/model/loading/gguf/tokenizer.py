@@ -206,7 +206,7 @@ def _sentence_piece(vocabulary: Vocabulary) -> Content:
             "byte_fallback": True,
             "ignore_merges": False,
             "vocab": ids,
-            "merges": _merges_by_score(vocabulary, ids, scores),
+            "merges": _written(_merges_by_score(vocabulary, ids, scores)),
         },
     )
 
@@ -260,7 +260,7 @@ def _byte_level(vocabulary: Vocabulary) -> Content:
             "byte_fallback": False,
             "ignore_merges": pre_tokenizer.skips_merges,
             "vocab": ids,
-            "merges": _stated_merges(metadata, ids),
+            "merges": _written(_stated_merges(metadata, ids)),
         },
     )
 
@@ -273,6 +273,14 @@ def _stated_merges(metadata: Metadata, ids: Mapping[str, int]) -> list[tuple[str
             raise CheckpointError(f"{metadata.path}: {_KEY}merges has {text!r}, which makes no token")
         merges.append((left, right))
     return merges
+
+
+def _written(merges: list[tuple[str, str]]) -> list[str] | list[tuple[str, str]]:
+    """Merges as lines, which take a third less time and half the memory to read, or else as pairs."""
+    lines = [f"{left} {right}" for left, right in merges]
+    # The library skips a line of a merges.txt that states its version.
+    is_read = all(line.count(_SPACE) == 1 and not line.startswith("#version") for line in lines)
+    return lines if is_read else merges
 
 
 def _added(vocabulary: Vocabulary, *, is_normalized: bool) -> list[Content]:

@@ -118,6 +118,24 @@ def test_runs_of_spaces_that_are_stored_as_such_are_tokens(tmp_path: Path) -> No
     assert tokenizer.decode(ids) == "a    b"
 
 
+@pytest.mark.parametrize("parts", [("a ", "b"), ("#version", "s")])
+def test_merges_of_tokens_that_no_line_of_merges_can_have_are_applied(
+    tmp_path: Path, parts: tuple[str, str]
+) -> None:
+    tokens, types, scores = sentence_piece(0)
+    whole = "".join(parts)
+    letters = [text for text in dict.fromkeys(whole) if text not in tokens]
+    # Each token from its first character on, so that merges make the two parts.
+    added = [*letters, *(part[:end] for part in parts for end in range(2, len(part) + 1)), whole]
+    file = with_vocabulary(
+        [*tokens, *added], [*types, *[NORMAL] * len(added)], [*scores, *map(float, range(len(added)))]
+    )
+    tokenizer = tokenizer_of(file.set("tokenizer.ggml.add_space_prefix", flag(False)), tmp_path)
+    if " " not in whole:  # which a text never has, once it is normalized
+        assert tokenizer.encode(whole, add_special_tokens=False).tokens == [whole]
+    assert tokenizer.token_to_id(whole) == len(tokens) + len(added) - 1
+
+
 def test_tokens_of_a_phi_3_take_the_space_behind_them(tmp_path: Path) -> None:
     tokens, types, scores = sentence_piece(0)
     file = with_vocabulary([*tokens, "<|user|>"], [*types, CONTROL], [*scores, 0.0])
