@@ -72,7 +72,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--times", nargs="+", type=float, default=[1.5, 2.0, 4.0], help="tokens of open jobs, in caches"
     )
     parser.add_argument("--prompt-speeds", nargs="+", type=float, default=[1.0, 10.0], metavar="FACTOR")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5, 6])
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(1, 13)))
     parser.add_argument("--jobs", type=int, default=48, help="of each seed")
     parser.add_argument("--open", type=int, default=16, help="jobs that are open at once")
     parser.add_argument("--max-context", type=int, default=8192, help="tokens of a job at its end")
