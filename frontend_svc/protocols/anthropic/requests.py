@@ -7,12 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
-from frontend_svc.protocols.openai.bodies import SAME_SAMPLING, Base, IgnoredFields, SameSampling, read_part
+from frontend_svc.protocols.openai.bodies import (
+    SAME_SAMPLING,
+    Base,
+    IgnoredFields,
+    SameSampling,
+    json_text,
+    read_part,
+)
 from frontend_svc.protocols.openai.field_names import FieldNames
 from frontend_svc.protocols.openai.fields import Refusal
 from frontend_svc.protocols.openai.requests import set_field
 from triptych.api.v1 import chat_message_pb2
-from triptych_kit import exact_json
 from triptych_kit.errors import InvalidArgument, Unimplemented
 
 _CHOICES = {
@@ -287,7 +293,7 @@ def _tool_of(tool: CustomTool) -> chat_message_pb2.Tool:
     return chat_message_pb2.Tool(
         name=tool.name,
         description=tool.description or "",
-        parameters_json_schema=exact_json.dumps(tool.input_schema),
+        parameters_json_schema=json_text(tool.input_schema),
         strict=bool(tool.strict),
     )
 
@@ -310,7 +316,7 @@ def _fill_output(made: MessageRequest, body: MessagesBody) -> None:
     config = body.output_config or OutputConfig()
     chosen = config.format or body.output_format
     if chosen is not None:
-        made.chat.sampling.structured_output.json_schema = exact_json.dumps(chosen.schema)
+        made.chat.sampling.structured_output.json_schema = json_text(chosen.schema)
         at = "output_format" if config.format is None else "output_config.format"
         made.names.note_whole("sampling.structured_output", f"{at}.schema")
     if config.effort is not None:

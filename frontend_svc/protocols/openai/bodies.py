@@ -371,6 +371,14 @@ def encode(content: Any) -> bytes:
     return _encode(content)
 
 
+def json_text(value: Any) -> str:
+    """A part of a body, such as a schema, as JSON with all digits of its numbers. Raises InvalidArgument."""
+    try:
+        return _encode(value).decode()
+    except RecursionError as error:
+        raise InvalidArgument(_MAX_DEPTH_MESSAGE) from error
+
+
 def _digits(value: Any) -> msgspec.Raw:
     if isinstance(value, LongNumber):
         return msgspec.Raw(value.text.encode())

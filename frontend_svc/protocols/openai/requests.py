@@ -22,13 +22,13 @@ from frontend_svc.protocols.openai.bodies import (
     TokenizeBody,
     Tool,
     is_misspelt,
+    json_text,
     read_part,
     text_of,
 )
 from frontend_svc.protocols.openai.field_names import FieldNames
 from triptych.api.v1 import chat_message_pb2, generate_pb2, tokenizer_pb2
 from triptych.common.v1 import sampling_pb2
-from triptych_kit import exact_json
 from triptych_kit.errors import InvalidArgument, Unimplemented
 
 # OpenAI's default for completions; a chat message has no such limit.
@@ -257,7 +257,7 @@ def _tool_of(function: Function) -> chat_message_pb2.Tool:
     return chat_message_pb2.Tool(
         name=function.name,
         description=function.description or "",
-        parameters_json_schema="" if function.parameters is None else exact_json.dumps(function.parameters),
+        parameters_json_schema="" if function.parameters is None else json_text(function.parameters),
         strict=bool(function.strict),
     )
 
@@ -330,7 +330,7 @@ def _fill_structured(sampling: sampling_pb2.SamplingParams, body: SamplingBody, 
     if value is True:
         structured.json_object = True
     elif kind in ("json", "response_format"):
-        structured.json_schema = value if isinstance(value, str) else exact_json.dumps(value)
+        structured.json_schema = value if isinstance(value, str) else json_text(value)
     elif kind == "choice":
         structured.choice.choices.extend(value)
     else:

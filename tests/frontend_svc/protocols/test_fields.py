@@ -184,7 +184,7 @@ def test_each_served_field_changes_the_request(kind: type[Base]) -> None:
 
 def test_the_numbers_of_schemas_keep_all_their_digits() -> None:
     digits, large = "0.12345678901234567890123", "12345678901234567890123"
-    schema = f'{{"maximum": {digits}, "enum": [{large}, 1e400, 0.1]}}'
+    schema = f'{{"maximum":{digits},"enum":[{large},1e400,0.1]}}'
     content = f"""{{"messages": [{{"role": "user", "content": "x"}}], "temperature": {digits},
         "response_format": {{"type": "json_schema", "json_schema": {{"schema": {schema}}}}},
         "tools": [{{"type": "function", "function": {{"name": "f", "parameters": {schema}}}}}]}}"""
