@@ -40,7 +40,7 @@ class Refusals:
     def __init__(self, clock: Clock | None = None) -> None:
         self.by_reason: Counter[str] = Counter()
         self.closed_by_reason: Counter[str] = Counter()
-        self.total = 0
+        self.num_refused = 0  # calls and requests, not connections
         self._clock = clock or MonotonicClock()
         self._refused: OrderedDict[str, _Refused] = OrderedDict()  # by address, the newest last
         self._num_waiting = 0
@@ -48,6 +48,7 @@ class Refusals:
     def note(self, address: str, reason: str) -> int | None:
         """Count a refusal. Returns how many before it were not logged; None if it is not logged either."""
         self.by_reason[reason] += 1
+        self.num_refused += 1
         refused = self._at(address)
         refused.num_wrong += reason not in _NO_GUESS
         return self._num_to_log(refused)
@@ -60,7 +61,6 @@ class Refusals:
             logger.info("connection closed", extra=fields)
 
     def _at(self, address: str) -> _Refused:
-        self.total += 1
         now = self._clock.now()
         refused = self._refused.pop(address, None)
         if refused is None or now - refused.newest_at > _WINDOW_S:

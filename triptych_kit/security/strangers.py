@@ -135,6 +135,7 @@ class Strangers:
         self._growth = _Growth()
         self._others: set[int] = set()  # descriptors that are none of a stranger
         self._listening: set[int] = set()
+        self._num_closed = 0
         self._has_backlog = False  # connections that gRPC had yet to accept at the newest look
         self._looked_whole_at = float("-inf")
 
@@ -184,15 +185,17 @@ class Strangers:
 
     def _run(self) -> None:
         released_at = releases_until = float("-inf")
-        num_refused = 0
+        num_before = 0
         while self._ports:
             now, began_s = time.monotonic(), time.thread_time()
             self._look(now)
             # Without the time that this thread waited for a core and for the interpreter: it waits most when
             # looks are needed most.
             look_s = time.thread_time() - began_s
-            if self._refusals.total - num_refused >= _MANY_REFUSED:
-                num_refused, releases_until = self._refusals.total, now + _RELEASES_FOR_S
+            # Not connections of HTTP: what they took is freed with them, and others wait for a collection.
+            num_refused = self._refusals.num_refused + self._num_closed
+            if num_refused - num_before >= _MANY_REFUSED:
+                num_before, releases_until = num_refused, now + _RELEASES_FOR_S
             if released_at + _RELEASE_S < now < releases_until:
                 # What many calls took in small parts stays with the process otherwise. This may take long.
                 threading.Thread(target=_release_memory, name="release memory", daemon=True).start()
@@ -234,6 +237,7 @@ class Strangers:
 
     def _note_closed(self, closed: Iterable[tuple[str, str]]) -> None:
         for address, reason in closed:
+            self._num_closed += 1
             self._refusals.note_closed(address, reason)
 
     def _found(self, now: float) -> dict[str, tuple[int, int]]:
