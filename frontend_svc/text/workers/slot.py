@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from frontend_svc.text.tokenize.text_files import TextFiles
@@ -15,6 +16,7 @@ from frontend_svc.text.workers.frames import Frame, FrameError
 from frontend_svc.text.workers.link import WorkerLink
 from frontend_svc.text.workers.work_queue import Work
 from triptych_kit.errors import InvalidArgument, InvalidTransition, ServiceError
+from triptych_kit.shares import SLOW_S
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +204,7 @@ class WorkerSlot:
 
     def _send_work(self, work: Work) -> None:
         self._move_to(SlotState.WORKING)
-        work.began_at = asyncio.get_running_loop().time()
+        work.began_at, work.cpu_s = asyncio.get_running_loop().time(), math.inf
         self._send(work.header, work.files, (work.body,), self._time_limit_s)
 
     def _send(
@@ -283,6 +285,8 @@ class WorkerSlot:
     def _end_work(self) -> Work | None:
         work, self._work = self._work, None
         if work is not None:
+            if self._limit is not None and asyncio.get_running_loop().time() - work.began_at > SLOW_S:
+                work.cpu_s = self._limit.cpu_s()
             self._on_end(work)
         return work
 
@@ -314,9 +318,12 @@ class _TimeLimit:
     def cancel(self) -> None:
         self._timer.cancel()
 
+    def cpu_s(self) -> float:
+        """CPU seconds of the process since the beginning."""
+        return self._link.cpu_s() - self._cpu_before_s
+
     def _expire(self) -> None:
-        cpu_s = self._link.cpu_s() - self._cpu_before_s
-        if self._num_limits < _MAX_LIMITS and cpu_s < _FAIR_SHARE * self._limit_s:
+        if self._num_limits < _MAX_LIMITS and self.cpu_s() < _FAIR_SHARE * self._limit_s:
             self._num_limits += 1
             self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._expire)
         else:

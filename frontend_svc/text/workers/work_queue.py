@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ _MAX_SHORT_IN_A_ROW = 16
 _MAX_REMEMBERED = 1024  # accounts of which it is known how long their tasks take
 # Share of the newest task in what the next one of its account is expected to take.
 _NEWEST_SHARE = 0.25
+_MIN_SLOW_CPU_S = SLOW_S / 4
 _RETRY_AFTER_MS = 1000
 
 
@@ -42,6 +44,7 @@ class Work:
     queued_at: float = 0.0
     waited_s: float = 0.0
     began_at: float = 0.0
+    cpu_s: float = math.inf  # what its process used for it, if it took more than `SLOW_S`
     expected_s: float = 0.0  # what its account was charged for it when it was taken
     expiry: asyncio.TimerHandle | None = None
 
@@ -59,9 +62,10 @@ class WorkQueue:
     """Short tasks and long ones, each in the order of a `FairQueue`, and what of them runs.
 
     What an account uses is the time for which its tasks occupy workers. An account with a task of more than
-    `SLOW_S` now or in the last minute is a slow one. While accounts that are not slow send tasks, slow ones
-    do not get the last free worker; and where slow ones have all workers that may run long tasks, an account
-    that is not slow and runs none gets the worker that is reserved for short ones.
+    `SLOW_S` now or in the last minute is a slow one, unless little of that was CPU time. While accounts that
+    are not slow send tasks, slow ones do not get the last free worker; and where slow ones have all workers
+    that may run long tasks, an account that is not slow and runs none gets the worker that is reserved for
+    short ones.
     """
 
     def __init__(self, num_workers: int, max_pieces: int, max_bytes: int) -> None:
@@ -142,7 +146,9 @@ class WorkQueue:
         took_s = now - work.began_at if work.began_at else 0.0
         work.began_at = 0.0
         self._of(work).charge(work.account, took_s - work.expected_s)
-        self._accounts.note(work.account, took_s, now)
+        # One that waited for a core, as others' tasks do to it, does not make its account a slow one.
+        if work.cpu_s > _MIN_SLOW_CPU_S:
+            self._accounts.note(work.account, took_s, now)
         mean_s = self._mean_s.pop(work.account, took_s)
         self._mean_s[work.account] = mean_s + _NEWEST_SHARE * (took_s - mean_s)
         if len(self._mean_s) > _MAX_REMEMBERED:

@@ -156,6 +156,20 @@ async def test_a_slow_account_leaves_a_worker_to_those_that_are_not(queue):
     assert take(queue, 6.0) is other
 
 
+@pytest.mark.parametrize(("cpu_s", "is_slow"), [(0.01, False), (0.09, True)])
+async def test_a_task_that_waited_for_a_core_does_not_make_its_account_a_slow_one(queue, cpu_s, is_slow):
+    waited = piece(account="a")
+    queue.add(waited, 0.0)
+    assert take(queue, 0.0) is waited
+    waited.cpu_s = cpu_s
+    queue.end(waited, 0.3)
+    queue.add(piece(account="other"), 1.0)
+    assert run(queue, 1.0, 0.01) is not None
+    for _ in range(2):
+        queue.add(piece(account="a"), 2.0)
+    assert [take(queue, 2.0) is not None for _ in range(2)] == [True, not is_slow]
+
+
 async def test_a_slow_account_that_is_alone_has_all_workers(queue):
     make_slow(queue, "slow")
     queue.add(piece(account="other"), 5.0)
