@@ -23,6 +23,7 @@ _CORE_FIELDS = frozenset({
     "tenant", "data_parallel_rank", "reasoning_options", "skip_reading_prefix_cache", "orphan_grace_ms",
     "resume_state", "account", "weight", "resumable", "segment",
 })  # fmt: skip
+_SAMPLING = "sampling."
 # Parameters of the core have the names of the contract.
 _CORE_SAMPLING = {parameter.name for parameter in fields(SamplingParams)} | {
     "n", "repetition_detection",
@@ -62,7 +63,8 @@ class Parsed:
 class WireFeature:
     """One feature on the asyncio side. Override what it needs."""
 
-    fields: Sequence[str] = ()  # of the ADD, those of its sampling parameters with "sampling." in front
+    # Of the ADD, those of its sampling parameters with "sampling." in front. `parse` needs one that is set.
+    fields: Sequence[str] = ()
     takes_tensors: bool = False
     message: str = ""  # the field of a ConnectRequest that `read` takes; it names its request by `handle`
     writes: type[OutputExtra] | None = None  # the extra that `write` takes
@@ -70,7 +72,7 @@ class WireFeature:
     utilities: Sequence[Any] = ()
 
     def parse(self, entry: add_pb2.AddEntry, context: AddContext) -> Parsed | None:
-        """None if the request does not use the feature. Raises InvalidArgument or Unimplemented.
+        """None if the request does not use the feature after all. Raises InvalidArgument or Unimplemented.
 
         Checks everything as if no frontend had done so.
         """
@@ -101,7 +103,7 @@ class ParametersOfAdd(WireFeature):
     def parse(self, entry: add_pb2.AddEntry, context: AddContext) -> Parsed | None:
         sampling = entry.sampling
         values = [(name, float(getattr(sampling, name))) for name in self._names if sampling.HasField(name)]
-        return Parsed(Parameters(tuple(values))) if values else None
+        return Parsed(Parameters(tuple(values)))
 
 
 def stage_parameters() -> list[str]:
@@ -117,15 +119,13 @@ class WireFeatures:
         self._features = tuple(features)
         self._writers = {feature.writes: feature for feature in features if feature.writes is not None}
         self._readers = {feature.message: feature for feature in features if feature.message}
-        claimed = {name for feature in features for name in feature.fields}
+        self._readers_of: dict[str, list[int]] = {}  # the features that read a field, by their index
+        for index, feature in enumerate(features):
+            for name in feature.fields:
+                self._readers_of.setdefault(name, []).append(index)
         self.sampling_fields = _CORE_SAMPLING | {
-            name.removeprefix("sampling.") for name in claimed if name.startswith("sampling.")
+            name.removeprefix(_SAMPLING) for name in self._readers_of if name.startswith(_SAMPLING)
         }
-        self._unserved = [
-            (field.name, field.has_presence)
-            for field in add_pb2.AddEntry.DESCRIPTOR.fields
-            if field.name not in _CORE_FIELDS and field.name not in claimed
-        ]
 
     def served(self, sampling: sampling_pb2.SamplingParams) -> dict[str, Any]:
         """Set sampling parameters by name. Raises Unimplemented for one that nothing reads."""
@@ -143,12 +143,19 @@ class WireFeatures:
 
     def parse(self, entry: add_pb2.AddEntry, context: AddContext) -> list[Parsed]:
         """The parts of the features that an ADD uses. Raises Unimplemented for a field that none reads."""
-        for name, has_presence in self._unserved:
-            if entry.HasField(name) if has_presence else getattr(entry, name):
-                raise unserved(name)
+        used: set[int] = set()
+        for descriptor, _ in entry.ListFields():
+            readers = self._readers_of.get(descriptor.name)
+            if readers is not None:
+                used.update(readers)
+            elif descriptor.name not in _CORE_FIELDS:
+                raise unserved(descriptor.name)
+        if entry.HasField("sampling"):
+            for descriptor, _ in entry.sampling.ListFields():
+                used.update(self._readers_of.get(_SAMPLING + descriptor.name, ()))
         parts = []
-        for feature in self._features:
-            parsed = feature.parse(entry, context)
+        for index in sorted(used):
+            parsed = self._features[index].parse(entry, context)
             if parsed is not None:
                 context.spans += parsed.spans
                 context.cache_keys += parsed.cache_keys

@@ -34,7 +34,7 @@ class Reading(WireFeature):
     """Notes what it is given, and makes of each ADD what the test says."""
 
     parsed: Parsed | None = None
-    fields: Sequence[str] = ()
+    fields: Sequence[str] = ("handle",)  # which every ADD has
     takes_tensors: bool = False
     writes: type | None = None
     seen: list[tuple[list[int], tuple[ContentSpan, ...]]] = field(default_factory=list)
@@ -123,6 +123,13 @@ def test_what_features_make_of_an_add_becomes_extras_of_the_request():
     request = to_request(make_entry(1), Reading(Parsed(First(3))), Reading(), Reading(Parsed(Second(4))))
     assert request.extras == {First: First(3), Second: Second(4)}
     assert not request.sampling.skip_reading_prefix_cache
+
+
+def test_a_feature_is_asked_of_those_adds_alone_that_set_one_of_its_fields():
+    of_entry, of_sampling = Reading(fields=["adapter"]), Reading(fields=["adapter_digest", "sampling.min_p"])
+    for entry in (make_entry(1), entry_with(adapter="a"), make_entry(1, min_p=0.5)):
+        to_request(entry, of_entry, of_sampling)
+    assert (len(of_entry.seen), len(of_sampling.seen)) == (1, 1)
 
 
 def test_a_later_feature_reads_the_prompt_as_earlier_ones_changed_it():
