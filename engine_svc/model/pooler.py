@@ -111,12 +111,28 @@ def pooled(method: str, states: Sequence[Tensor]) -> Tensor:
         case "last":
             return torch.stack([one[-1] for one in states])
         case "max":
-            return torch.stack([one.amax(0) for one in states])
+            return _reduced(states, lambda equal: equal.amax(1))
         case "mean":
-            return torch.stack([one.mean(0, dtype=torch.float32).to(one.dtype) for one in states])
+            return _reduced(states, lambda equal: equal.mean(1, dtype=torch.float32).to(equal.dtype))
         case "mean_sqrt_len":
-            return torch.stack([one.sum(0) / len(one) ** 0.5 for one in states])
+            return _reduced(states, lambda equal: equal.sum(1) / equal.shape[1] ** 0.5)
     raise AssertionError(f"a method {method} is not read from any file")
+
+
+def _reduced(states: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """[R, H] by `reduce`, from [N, T, H] to [N, H], called once for all prompts of one length."""
+    rows: dict[int, list[int]] = {}
+    for row, one in enumerate(states):
+        rows.setdefault(len(one), []).append(row)
+    parts = [reduce(torch.stack([states[row] for row in equal])) for equal in rows.values()]
+    if len(parts) == 1:
+        return parts[0]
+    of_row = {
+        row: vector
+        for equal, part in zip(rows.values(), parts, strict=True)
+        for row, vector in zip(equal, part.unbind(0), strict=True)
+    }
+    return torch.stack([of_row[row] for row in range(len(states))])
 
 
 def _token_ids(folder: Path, tokens: Sequence[str]) -> list[int]:

@@ -42,6 +42,9 @@ class PoolingRequest(Extra):
 
     def computed(self) -> PoolingRequest:
         """What the model computes for it, vectors of tokens if it has a key; equal ones are made together."""
+        if not self.late_key and self.second_text_start is None:
+            # Most are, and a copy of each row in each step would cost.
+            return self
         task = "token_embed" if self.late_key else self.task
         return replace(self, task=task, second_text_start=None, late_key="", late_scope="")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine_svc.config import EngineConfig
 from engine_svc.core.errors import RequestFailed
 from engine_svc.core.step import AdmittedRequest
-from engine_svc.features.pooling.extras import MAX_QUERY_BYTES, PooledResult, PoolingRequest
+from engine_svc.features.pooling.extras import ITEM_BYTES, MAX_QUERY_BYTES, PooledResult, PoolingRequest
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import Model
 from engine_svc.model.pooler import Pooler, PoolingModel, pooled
@@ -146,15 +146,30 @@ class PoolingRows(RunnerFeature):
             complete.setdefault(row.request.computed(), []).append((row_index, whole))
         if not complete:
             return None
+        made = [self._made(pooler, request, rows) for request, rows in complete.items()]
+        shapes = {row_index: shape for of_rows, _ in made for row_index, shape in of_rows.items()}
+        # One copy to the host for all rows.
+        numbers = to_host(torch.cat([flat for _, flat in made]))
+        return lambda: _to_extras(shapes, numbers)
+
+    def _made(
+        self, pooler: Pooler, request: PoolingRequest, rows: Sequence[tuple[int, Tensor]]
+    ) -> tuple[dict[int, tuple[int, ...]], Tensor]:
+        """The shape of each row's result, and the numbers of all of them in order, fp32.
+
+        rows: those of equal requests, with the states [T, H] of whole prompts.
+        """
+        made = _computed(pooler, request, [states for _, states in rows])
+        if not request.is_per_token:
+            shape = tuple(made.shape[1:])
+            return {row_index: shape for row_index, _ in rows}, made.flatten()
+        parts = made.split([len(states) for _, states in rows])
         results = {
-            row_index: self._finished(self._rows[row_index], result)
-            for request, rows in complete.items()
-            for row_index, result in _results(pooler, request, rows)
+            row_index: self._finished(self._rows[row_index], part)
+            for (row_index, _), part in zip(rows, parts, strict=True)
         }
         shapes = {row_index: tuple(result.shape) for row_index, result in results.items()}
-        # One copy to the host for all rows.
-        numbers = to_host(torch.cat([result.flatten() for result in results.values()]))
-        return lambda: _to_extras(shapes, numbers)
+        return shapes, torch.cat([result.flatten() for result in results.values()])
 
     def _finished(self, row: _Row, result: Tensor) -> Tensor:
         """The vectors, or the score [1] where they are compared with a query."""
@@ -195,25 +210,19 @@ class _Queries:
             self._num_bytes = 0
 
 
-def _results(
-    pooler: Pooler, request: PoolingRequest, rows: Sequence[tuple[int, Tensor]]
-) -> list[tuple[int, Tensor]]:
-    """The result of each row, fp32. rows: with the states [T, H] of whole prompts."""
-    indexes, states = [row for row, _ in rows], [states for _, states in rows]
+def _computed(pooler: Pooler, request: PoolingRequest, states: Sequence[Tensor]) -> Tensor:
+    """The results of prompts with these states [T, H], fp32: [R, D], or [all T, D] where tokens have them."""
     normalizes = pooler.spec.normalizes if request.normalizes is None else request.normalizes
     if request.is_per_token:
-        flat = torch.cat(states)
+        flat = torch.cat(list(states))
     elif request.task == "embed":
         flat = pooled(pooler.spec.method, states)
     else:
         flat = pooled("cls" if pooler.spec.is_encoder else "last", states)
     if request.task in ("embed", "token_embed"):
-        made = pooler.embed(flat, normalize=normalizes, num_dimensions=request.num_dimensions)
-    else:
-        activates = pooler.spec.activates if request.activates is None else request.activates
-        made = pooler.scores(flat, activate=activates)
-    parts = made.split([len(one) for one in states]) if request.is_per_token else made.unbind(0)
-    return list(zip(indexes, parts, strict=True))
+        return pooler.embed(flat, normalize=normalizes, num_dimensions=request.num_dimensions)
+    activates = pooler.spec.activates if request.activates is None else request.activates
+    return pooler.scores(flat, activate=activates)
 
 
 def _key_of(request: PoolingRequest) -> _Key:
@@ -222,8 +231,15 @@ def _key_of(request: PoolingRequest) -> _Key:
 
 def _to_extras(shapes: Mapping[int, tuple[int, ...]], numbers: Tensor) -> dict[int, PooledResult | str]:
     """The results by row, or why there is none. numbers: [N] fp32, of all of them, in order."""
-    parts = numbers.split([math.prod(shape) for shape in shapes.values()])
-    return {
-        row: PooledResult(shape, part.numpy().tobytes()) if part.isfinite().all() else _NOT_FINITE
-        for (row, shape), part in zip(shapes.items(), parts, strict=True)
-    }
+    content = numbers.numpy().tobytes()
+    # Of all at once: a call of torch for each row would cost more than the rest.
+    are_finite = bool(numbers.isfinite().all())
+    results: dict[int, PooledResult | str] = {}
+    end = 0
+    for row, shape in shapes.items():
+        start, end = end, end + math.prod(shape)
+        if are_finite or numbers[start:end].isfinite().all():
+            results[row] = PooledResult(shape, content[ITEM_BYTES * start : ITEM_BYTES * end])
+        else:
+            results[row] = _NOT_FINITE
+    return results
