@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 from frontend_svc.engines.connection.client import EngineClient
@@ -100,9 +100,11 @@ class SentPrompt:
 
     def send(self, client: EngineClient, attempt: int, on_output: Callable[[], None] | None) -> None:
         remaining_ms = self._caller.remaining_ms()
-        # A copy: an entry that was sent must not change, because it may have to be resent to its engine.
-        entry = add_pb2.AddEntry()
-        entry.CopyFrom(self._entry)
+        if attempt:
+            # An entry that was sent must not change, because it may have to be resent to its engine.
+            sent, self._entry = self._entry, add_pb2.AddEntry()
+            self._entry.CopyFrom(sent)
+        entry = self._entry
         if remaining_ms is not None:
             entry.remaining_ms = remaining_ms
         entry.attempt = attempt
@@ -276,31 +278,25 @@ class Pooling:
             self._admission.add_prompt(ticket, num_tokens)
             progress = PoolingProgress(num_tokens, len(prompts))
             tracked.follow(progress)
-            pooled_prompts = [
-                self._pooled(work, prompt, caller, trace, tracked.arrived_at) for prompt in prompts
-            ]
+            shared = _shared_entry(work, trace, caller)
+            prepared = PreparedPrompt("inputs", work.model, [], [], None)
+            for option in OPTIONS:
+                option.prepare_pooling(work.model_name, prepared, shared)
             reservation.settle(num_tokens)
-            results = await self._run_all(pooled_prompts, ticket, progress)
+
+            def pooled(prompt: PoolingPrompt) -> PooledPrompt:
+                failover, entry = self._failover, _entry(shared, prompt)
+                sent = SentPrompt(work.model, entry, caller, trace, failover.clock, tracked.arrived_at)
+                requirements = EngineRequirements(work.model, _routing(work.params, prompt, prepared))
+                migration = Migration(failover, requirements, sent)
+                return PooledPrompt(sent, caller, migration, len(prompt.token_ids))
+
+            # Each is made when it is sent: thousands of them would be memory and work of the collector.
+            results = await self._run_all(map(pooled, prompts), ticket, progress)
             return PooledPrompts(request_id, results, num_tokens)
 
-    def _pooled(
-        self,
-        work: PoolingWork,
-        prompt: PoolingPrompt,
-        caller: Caller,
-        trace: RequestTrace,
-        arrived_at: float,
-    ) -> PooledPrompt:
-        failover, entry = self._failover, _entry(work, prompt, trace, caller)
-        prepared = PreparedPrompt("inputs", work.model, prompt.token_ids, prompt.token_ids, None)
-        for option in OPTIONS:
-            option.prepare_pooling(work.model_name, prepared, entry)
-        sent = SentPrompt(work.model, entry, caller, trace, failover.clock, arrived_at)
-        requirements = EngineRequirements(work.model, _routing(work.params, prompt, prepared))
-        return PooledPrompt(sent, caller, Migration(failover, requirements, sent), len(prompt.token_ids))
-
     async def _run_all(
-        self, prompts: Sequence[PooledPrompt], ticket: Ticket, progress: PoolingProgress
+        self, prompts: Iterator[PooledPrompt], ticket: Ticket, progress: PoolingProgress
     ) -> list[Pooled]:
         window = _Window()
 
@@ -313,9 +309,9 @@ class Pooling:
 
         tasks: list[asyncio.Future[Pooled]] = []
         try:
-            for prompt in prompts:
+            while True:
                 await window.room()
-                if window.has_failed:
+                if window.has_failed or (prompt := next(prompts, None)) is None:
                     break
                 window.enter(prompt.num_tokens)
                 tasks.append(asyncio.ensure_future(run(prompt)))
@@ -376,12 +372,10 @@ def _routing(
     )
 
 
-def _entry(work: PoolingWork, prompt: PoolingPrompt, trace: RequestTrace, caller: Caller) -> add_pb2.AddEntry:
+def _shared_entry(work: PoolingWork, trace: RequestTrace, caller: Caller) -> add_pb2.AddEntry:
+    """What the ADDs of all prompts have in common."""
     entry = add_pb2.AddEntry(
-        request_id=secrets.token_hex(16),
         external_request_id=work.request_id,
-        prompt_token_ids=id_column(prompt.token_ids),
-        second_text_start=prompt.second_text_start,
         pooling=work.params,
         account=caller.identity.account,
         weight=caller.identity.limits.weight,
@@ -392,4 +386,14 @@ def _entry(work: PoolingWork, prompt: PoolingPrompt, trace: RequestTrace, caller
         entry.pooling.late_interaction_key = caller.scoped(work.params.late_interaction_key)
     if is_per_token(work.params.task):
         entry.skip_reading_prefix_cache = True
+    return entry
+
+
+def _entry(shared: add_pb2.AddEntry, prompt: PoolingPrompt) -> add_pb2.AddEntry:
+    entry = add_pb2.AddEntry()
+    entry.CopyFrom(shared)
+    entry.request_id = secrets.token_hex(16)
+    entry.prompt_token_ids = id_column(prompt.token_ids)
+    if prompt.second_text_start is not None:
+        entry.second_text_start = prompt.second_text_start
     return entry

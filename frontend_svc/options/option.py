@@ -77,8 +77,8 @@ class RequestOption(Protocol):
     Unimplemented for what the model's engines do not serve.
     prepare: completes the prompt and the ADD that all outputs have in common, once per request. Raises
     InvalidArgument or Unimplemented.
-    prepare_pooling: the same for one prompt of a pooling request, whose field `model` is `model_name`; its
-    other fields are of no option.
+    prepare_pooling: the same once for all prompts of a pooling request, whose field `model` is `model_name`;
+    its other fields are of no option. The prompt has no tokens.
     need: what an engine must have for the request.
     describe: adds to the card of a model what its engines serve.
     token_reader: for what comes with each token of output `index`. reader: for what comes beside tokens.
