@@ -194,6 +194,10 @@ class Directory:
         clients = {
             client.address: client for client in ready if client.requests.has_room(request.num_requests)
         }
+        if len(clients) == 1 and request.data_parallel_rank is None:
+            # There is no choice: its load is not asked for, which changes with every request.
+            self._turn += 1
+            return next(iter(clients.values()))
         # In the same order on every frontend, in whatever order each learned of the engines.
         infos = [clients[address].requests.account.info() for address in sorted(clients)]
         picked = route(self._policy, infos, request, self._turn)
