@@ -116,13 +116,15 @@ class Unwritten(NothingKept):
             if time.time() - used_at > _ABANDONED_S:
                 path.unlink(missing_ok=True)
         kept = _files(folder, _SUFFIX)
-        total = sum(size for _, size, _ in kept)
-        for _, size, path in kept:
-            if total + num_bytes <= limit:
+        total, free = sum(size for _, size, _ in kept), shutil.disk_usage(folder).free
+        # Where removing does not help, all stay.
+        for _, size, path in kept if num_bytes < free + total else ():
+            if total + num_bytes <= limit and num_bytes < free:
                 break
             path.unlink(missing_ok=True)
-            total -= size
+            total, free = total - size, free + size
             logger.info("packed weights removed", extra={"path": str(path), "size_bytes": size})
+        # A file that another engine has open takes its room until that ends.
         free = shutil.disk_usage(folder).free
         if num_bytes >= free:
             _warn_not_kept(folder, f"{num_bytes} bytes do not fit, {free} are free")

@@ -8,12 +8,14 @@ import logging
 import mmap
 import os
 import resource
+import shutil
 import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -24,7 +26,7 @@ from engine_svc.build.runner import free_memory, load_options
 from engine_svc.config import EngineConfig
 from engine_svc.model.loading.gguf.folder import open_as_folder
 from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
-from engine_svc.model.loading.packed_file import BrokenFile, read_file, write_file
+from engine_svc.model.loading.packed_file import BrokenFile, num_bytes_of, read_file, write_file
 from engine_svc.model.loading.packed_weights import PackedWeightsOptions
 from engine_svc.model.native.exchange import ExpertShare, NoExchange
 from engine_svc.model.parallel import Parallel, Solo
@@ -322,6 +324,32 @@ def test_what_was_not_used_for_longest_is_removed(folder, kept, caplog):
     names = {each.name for each in kept.folder.iterdir()}
     assert len(names) == 3
     assert {newer.name, path.name} < names
+
+
+@pytest.mark.parametrize(
+    ("capacity", "left"), [(0.9, {"old", "newer"}), (1.1, {"new"}), (1.5, {"newer", "new"})]
+)
+def test_on_a_full_disk_new_weights_replace_what_was_not_used_for_longest(
+    capacity, left, folder, kept, monkeypatch, caplog
+):
+    num_bytes = num_bytes_of(load(folder, kept)[0].model.packed.entries)
+    (path,) = files_of(kept)
+    path.unlink()
+    for used_at, name in enumerate(("old", "newer")):
+        other = kept.folder / f"{name}.packed"
+        other.write_bytes(bytes(int(0.4 * num_bytes)))
+        os.utime(other, (used_at, used_at))
+
+    def disk_usage(folder: Path) -> SimpleNamespace:
+        used = sum(each.stat().st_size for each in files_of(kept))
+        return SimpleNamespace(free=int(capacity * num_bytes) - used)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    load(folder, kept)
+    names = {"new" if each == path else each.stem for each in files_of(kept)}
+    # Where it would have no room by itself, nothing is removed for it.
+    assert names == left
+    assert (NOT_KEPT in caplog.text) == ("new" not in left)
 
 
 def test_more_than_the_limit_and_too_little_are_not_kept(folder, kept, caplog):
