@@ -43,6 +43,7 @@ from engine_svc.runner.preparer import OnPrepared
 from engine_svc.runner.sampler import LogprobsMode
 from engine_svc.runner.sleep import WeightSource
 from engine_svc.speculation.proposer import Proposer
+from triptych_kernels import SUMS_VERSION
 from triptych_kit.config import ConfigError
 
 Progress = Callable[[str, int, int], None]
@@ -155,7 +156,8 @@ def kernel_mode(config: EngineConfig, loaded: LoadedModel) -> str:
     mode = LogprobsMode(config.logprobs_mode)
     suffix = () if mode is LogprobsMode.RAW_LOGPROBS else (mode.value,)
     rounding = () if loaded.activations in ("", "exact") else (f"{loaded.activations}-activations",)
-    return "-".join((loaded.implementation, loaded.ops.name, config.quantization, *rounding, *suffix))
+    kernels = f"{loaded.ops.name}-{SUMS_VERSION}"
+    return "-".join((loaded.implementation, kernels, config.quantization, *rounding, *suffix))
 
 
 def make_runner(

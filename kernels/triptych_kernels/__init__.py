@@ -9,6 +9,7 @@ from triptych_kernels.attention_batch import AttentionBatch
 from triptych_kernels.cpu.memory import LARGE_PAGE_BYTES, populate, prefer_large_pages, prefer_small_pages
 from triptych_kernels.cpu.panel_memory import own_panels
 from triptych_kernels.ops import (
+    SUMS_VERSION,
     DenseLayer,
     ExpertBiases,
     Experts,
@@ -28,11 +29,11 @@ from triptych_kernels.reference import REFERENCE, uniform_noise
 from triptych_kernels.state_batch import StateBatch
 
 __all__ = [
-    "LARGE_PAGE_BYTES", "REFERENCE", "AttentionBatch", "DenseLayer", "ExpertBiases", "Experts", "FusedLayers",
-    "JoinedWeight", "LayerLowRank", "Linear", "LowRank", "LowRankMatrices", "Ops", "PackGatedLinear",
-    "PackLinear", "PackedParts", "Penalised", "QuantizedWeight", "StateBatch", "Weight", "as_tensor",
-    "join_rows", "ops_for", "own_panels", "populate", "prefer_large_pages", "prefer_small_pages",
-    "set_num_threads", "uniform_noise",
+    "LARGE_PAGE_BYTES", "REFERENCE", "SUMS_VERSION", "AttentionBatch", "DenseLayer", "ExpertBiases",
+    "Experts", "FusedLayers", "JoinedWeight", "LayerLowRank", "Linear", "LowRank", "LowRankMatrices", "Ops",
+    "PackGatedLinear", "PackLinear", "PackedParts", "Penalised", "QuantizedWeight", "StateBatch", "Weight",
+    "as_tensor", "join_rows", "ops_for", "own_panels", "populate", "prefer_large_pages",
+    "prefer_small_pages", "set_num_threads", "uniform_noise",
 ]  # fmt: skip
 
 

@@ -13,6 +13,10 @@ from triptych_kernels.attention_batch import AttentionBatch
 from triptych_kernels.quantized import ExpertWeights, Weight
 from triptych_kernels.state_batch import StateBatch
 
+# To be raised with a change of any kernel after which some sum has other last bits, such as another order of
+# its terms. Engines with different versions do not continue each other's requests.
+SUMS_VERSION = 1
+
 
 class Linear(Protocol):
     """A projection whose weight is packed for its device."""

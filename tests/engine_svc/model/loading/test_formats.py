@@ -44,7 +44,7 @@ from tests.engine_svc.model.loading.quantized_weights import (
     write_folder,
 )
 from tests.engine_svc.model.native.test_native_decoder import eager_logits, logits_in_chunks, some_tokens
-from triptych_kernels import REFERENCE, QuantizedWeight
+from triptych_kernels import REFERENCE, SUMS_VERSION, QuantizedWeight
 from triptych_kit.config import ConfigError
 
 MODULE = "model.layers.0.mlp.up_proj"
@@ -359,6 +359,8 @@ def test_rows_are_rounded_where_that_is_asked_for_and_fingerprints_say_so(tmp_pa
     config = EngineConfig(model=str(quantized))
     modes = [kernel_mode(config, model) for model in (exact, int8, auto, plain)]
     assert modes[0] == modes[3] != modes[1] == modes[2]
+    # Releases whose kernels add in another order are told apart.
+    assert modes[0].startswith(f"native-{exact.ops.name}-{SUMS_VERSION}-")
 
 
 def test_activations_without_kernels_are_refused(tmp_path: Path) -> None:
