@@ -205,9 +205,10 @@ def is_slow_tokenizer(content: bytes) -> bool:
 def read_tokenizer(content: bytes) -> Tokenizer:
     """The tokenizer of a tokenizer.json. Raises ValueError."""
     try:
-        return Tokenizer.from_str(content.decode())
+        # Not from text, of which the library keeps a second copy for as long.
+        return Tokenizer.from_buffer(content)
     except Exception as error:  # The library has no exception class of its own for a malformed file.
-        raise ValueError(str(error)) from error
+        raise ValueError(str(error).removeprefix("Cannot instantiate Tokenizer from buffer: ")) from error
 
 
 def parse_tokenizer(files: TextFiles, workers: TextWorkers) -> ModelTokenizer:

@@ -46,7 +46,7 @@ class LoadedText:
 
     def __init__(self, tokenizer: bytes, tokenizer_config: bytes, chat_template: bytes) -> None:
         with _reporting("tokenizer.json cannot be read"):
-            self._tokenizer = Tokenizer.from_str(tokenizer.decode())
+            self._tokenizer = Tokenizer.from_buffer(tokenizer)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._config = tokenizer_config
