@@ -12,16 +12,19 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from benchmarks.rig.faults import kill
 from benchmarks.rig.history import Oracle
 from benchmarks.rig.streams import Case, Flow, Load, StreamRecord, make_cases
+from benchmarks.rig.watch import moved_requests
 from tests.acceptance.scenarios.poison import poison_round
 from tests.chaos.fault_plugin import MARKER_POSITION, EngineFault, strikes
 from tests.chaos.served import ServedStack
 from tests.chaos.stacks import Stack, StackPlan, cases_with_marks
+from tests.system.checkpoints import make_hybrid
 from tests.triptych_cli.fakes import children_of, triptych
 from triptych.api.v1 import model_pb2, model_pb2_grpc
 from triptych_cli.serve.readiness import health_of
-from triptych_cli.services import READINESS
+from triptych_cli.services import READINESS, embedded_model
 from triptych_kit.channel import open_channel
 
 pytestmark = pytest.mark.chaos
@@ -67,6 +70,28 @@ async def test_an_engine_that_is_killed_ten_times_stays_down_and_no_stream_of_th
     assert errors == [f"[serve] ERROR engine-0 stays down after 3 restarts within 60 s: {why}"]
     assert f"given_up.engine-0 {why}" in status.out
     assert (down.exit_code, down.err) == (1, f"engine-0 stays down: {why}\n")
+
+
+async def test_states_of_requests_on_a_killed_engine_are_computed_again_by_another(tmp_path: Path) -> None:
+    model = await asyncio.to_thread(make_hybrid, tmp_path / "model", embedded_model())
+    cases = make_cases(12, num_tokens=_NUM_TOKENS)
+    plan = StackPlan(model=model, engine_flags=("--state-interval=64",))
+    async with AsyncExitStack() as ending:
+        stack = Stack(plan, tmp_path)
+        ending.push_async_callback(stack.stop)
+        await stack.start()
+        undisturbed, load = Load(label="undisturbed"), Load(label="disturbed")
+        undisturbed.send(stack.channel(), cases)
+        oracle = Oracle(await undisturbed.finish())
+        records = load.send(stack.channel(), cases)
+        async with asyncio.timeout(_LIMIT_S):
+            while sum(record.num_tokens for record in records) < len(records) * _NUM_TOKENS // 4:  # noqa: ASYNC110  Load has no event.
+                await asyncio.sleep(_POLL_S)
+        await kill(stack.engines[0])
+        await load.finish()
+        num_moved = await moved_requests(stack.frontends[0])
+    assert oracle.violations(records) == []
+    assert num_moved > 0
 
 
 async def test_poison_that_is_sent_twenty_times_over_two_frontends_of_two_workers_kills_two_engines(

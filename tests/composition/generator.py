@@ -62,8 +62,13 @@ def rig_of(seed: int) -> int:
 
 def conditions_of(rig: int) -> tuple[Condition, ...]:
     """Condition k where k and the rig share an odd number of bits: any two of them are independent."""
-    numbered = enumerate(CONDITIONS, start=1)
-    return tuple(condition for number, condition in numbered if (number & rig).bit_count() % 2)
+    drawn = [
+        condition
+        for position, condition in enumerate(CONDITIONS, start=1)
+        if ((condition.number or position) & rig).bit_count() % 2
+    ]
+    ruled_out = frozenset[str]().union(*(condition.rules_out for condition in drawn))
+    return tuple(condition for condition in drawn if condition.name not in ruled_out)
 
 
 def draw_case(seed: int, model: TinyModel) -> Case:
@@ -130,8 +135,9 @@ def possible_pairs() -> set[frozenset[str]]:
     """All pairs of entries that can meet in a request that is served."""
     kinds = {option.name: option.kind for option in OPTIONS if option.kind}
     names = [entry.name for entry in ENTRIES]
+    never = {frozenset((each.name, other)) for each in CONDITIONS for other in each.rules_out}
     return {
         frozenset((one, other))
         for one, other in itertools.combinations(names, 2)
         if kinds.get(one, one) != kinds.get(other, other) and not refusals_of(frozenset((one, other)))
-    }
+    } - never

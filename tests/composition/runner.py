@@ -20,7 +20,7 @@ from tests.composition.answers import Answer, Refused, Stub, Whole, ask, ask_alo
 from tests.composition.draws import TinyModel
 from tests.composition.faults import Scene
 from tests.composition.generator import Case, Drawn, conditions_of, draw_case
-from tests.composition.table import ENGINE_FLAGS, MIXTURE, Condition
+from tests.composition.table import EMBEDDED, ENGINE_FLAGS, HYBRID, Condition
 from triptych.api.v1 import generate_pb2
 from triptych_cli.services import embedded_model
 from triptych_cli.verbs.replay import replay_file
@@ -190,8 +190,9 @@ def _shown(message: Message) -> str:
 def _plans_of(conditions: Sequence[Condition], folder: Path) -> tuple[StackPlan, StackPlan]:
     """Two engines under these conditions that write traces, and one with those that answers depend on."""
     kept = [condition for condition in conditions if condition.is_kept]
-    has_mixture = any(condition.model == MIXTURE for condition in kept)
-    model = _make_mixture(folder / MIXTURE) if has_mixture else embedded_model()
+    # Of conditions with a model of their own at most one is in a rig.
+    name = next((condition.model for condition in kept if condition.model != EMBEDDED), EMBEDDED)
+    model = embedded_model() if name == EMBEDDED else _make_model(name, folder / name)
     adapters = _make_adapters(folder / "adapters", model)
     if any(condition.is_quantized for condition in kept):
         model = _quantized(model, folder / "quantized")
@@ -225,11 +226,11 @@ def _make_adapters(folder: Path, model: Path) -> Path:
     return folder
 
 
-def _make_mixture(folder: Path) -> Path:
+def _make_model(name: str, folder: Path) -> Path:
     # Imported here: it takes long, and most rigs do not need it.
-    from tests.system.checkpoints import make_windowed_mixture
+    from tests.system.checkpoints import make_hybrid, make_windowed_mixture
 
-    return make_windowed_mixture(folder)
+    return make_hybrid(folder, embedded_model()) if name == HYBRID else make_windowed_mixture(folder)
 
 
 def _quantized(model: Path, folder: Path) -> Path:

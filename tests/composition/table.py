@@ -15,7 +15,7 @@ from triptych.api.v1 import generate_pb2
 from triptych.common.v1.sampling_pb2 import OUTPUT_KIND_CUMULATIVE, OUTPUT_KIND_FINAL_ONLY
 
 # The models, by what makes them.
-EMBEDDED, MIXTURE = "embedded", "mixture"
+EMBEDDED, MIXTURE, HYBRID = "embedded", "mixture", "hybrid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class Condition:
 
     flags: {model} in them is the folder of the model, {adapters} that of its adapters.
     is_quantized: the model's projections are.
+    number: decides in which rigs it is, see `conditions_of`; 0: its position, from 1 on.
+    rules_out: conditions that are not in its rigs.
     """
 
     name: str
@@ -42,6 +44,8 @@ class Condition:
     model: str = EMBEDDED
     is_quantized: bool = False
     is_kept: bool = False
+    number: int = 0
+    rules_out: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +147,22 @@ CONDITIONS = (
     ),
     Condition("policy continuum", ("--scheduling-policy=continuum",)),
     Condition("quantized weights", is_quantized=True, is_kept=True),
+    Condition(
+        "layers with states",
+        ("--state-interval=16",),
+        model=HYBRID,
+        is_kept=True,
+        number=15,
+        rules_out=frozenset(
+            {
+                "tensor parallelism 2",
+                "windows and experts",
+                "drafts",
+                "draft model",
+                "quantized weights",
+            }
+        ),
+    ),
 )
 
 FAULTS = (

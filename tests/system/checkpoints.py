@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
 )
 
 VOCAB_SIZE = 512
@@ -81,6 +84,33 @@ def make_windowed_mixture(folder: Path) -> Path:
     """Write a Mixtral whose layers see the last `WINDOW` positions alone; it has the markers of reasoning."""
     torch.manual_seed(22)
     return _write(_new_model("mixtral", sliding_window=WINDOW), folder, special=(OPENING, CLOSING))
+
+
+def make_hybrid(folder: Path, like: Path) -> Path:
+    """Write a Qwen3.5 of which two layers keep states and one has attention, for the tokenizer in `like`."""
+    torch.manual_seed(23)
+    config = Qwen3_5TextConfig(
+        vocab_size=Tokenizer.from_file(str(like / "tokenizer.json")).get_vocab_size(),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+        bos_token_id=0,
+        dtype=torch.float32,
+    )
+    _write(Qwen3_5ForCausalLM(config).eval(), folder)
+    shutil.copy(like / "tokenizer.json", folder)
+    return folder
 
 
 def _write(model: PreTrainedModel, folder: Path, *, special: tuple[str, ...] = ()) -> Path:
