@@ -215,7 +215,7 @@ _FAMILIES: Sequence[tuple[str, str]] = (
         r"eplb|redundant_expert|expert_placement|all2all|(^|_)dbo(_|$)|moe_backend",
         "experts stay in their rank",
     ),
-    (r"mamba", "state-space models are not served yet"),
+    (r"mamba", "states of layers are fp32, kept by `state_interval` within `state_cache_memory`"),
     (
         r"(?<!kv_cache_)metrics|traces|nvtx|nsight",
         "see docs/metrics.md, and OTEL_EXPORTER_OTLP_ENDPOINT",
