@@ -40,7 +40,8 @@ class Refusals:
     def __init__(self, clock: Clock | None = None) -> None:
         self.by_reason: Counter[str] = Counter()
         self.closed_by_reason: Counter[str] = Counter()
-        self.num_refused = 0  # calls and requests, not connections
+        self.num_refused = 0  # calls and requests
+        self.num_closed = 0  # connections
         self._clock = clock or MonotonicClock()
         self._refused: OrderedDict[str, _Refused] = OrderedDict()  # by address, the newest last
         self._num_waiting = 0
@@ -56,6 +57,7 @@ class Refusals:
     def note_closed(self, address: str, reason: str) -> None:
         """Count a connection without a key that was closed. One of an address is logged each minute."""
         self.closed_by_reason[reason] += 1
+        self.num_closed += 1
         if (num_unlogged := self._num_to_log(self._at(address))) is not None:
             fields = {"reason": reason, "client": address, "num_unlogged": num_unlogged}
             logger.info("connection closed", extra=fields)

@@ -117,6 +117,34 @@ class _Growth:
         return size - min(self.least, self.least_before)
 
 
+@dataclass(slots=True)
+class Releases:
+    """When memory is collected, which keeps all threads waiting for 0.1 s and more.
+
+    Every two seconds while calls are refused and until 20 s later; after connections of HTTP, which leave
+    little, once when no more are closed.
+    """
+
+    num_refused: int = 0
+    until: float = float("-inf")
+    num_closed: int = 0
+    closed_at: float = float("-inf")
+    num_closed_before: int = 0  # the newest release
+    released_at: float = float("-inf")
+
+    def is_due(self, num_refused: int, num_closed: int, now: float) -> bool:
+        """Whether one begins now. num_refused: of gRPC; num_closed: connections, those of HTTP too."""
+        if num_refused - self.num_refused >= _MANY_REFUSED:
+            self.num_refused, self.until = num_refused, now + _RELEASES_FOR_S
+        if num_closed != self.num_closed:
+            self.num_closed, self.closed_at = num_closed, now
+        is_over = now - self.closed_at > _RELEASE_S and num_closed - self.num_closed_before >= _MANY_REFUSED
+        is_due = is_over or self.released_at + _RELEASE_S < now < self.until
+        if is_due:
+            self.released_at, self.num_closed_before = now, num_closed
+        return is_due
+
+
 class Strangers:
     """The connections to gRPC ports of this process that have made no call with a key.
 
@@ -184,22 +212,17 @@ class Strangers:
                 os.close(descriptor)
 
     def _run(self) -> None:
-        released_at = releases_until = float("-inf")
-        num_before = 0
+        releases = Releases()
         while self._ports:
             now, began_s = time.monotonic(), time.thread_time()
             self._look(now)
             # Without the time that this thread waited for a core and for the interpreter: it waits most when
             # looks are needed most.
             look_s = time.thread_time() - began_s
-            # Not connections of HTTP: what they took is freed with them, and others wait for a collection.
             num_refused = self._refusals.num_refused + self._num_closed
-            if num_refused - num_before >= _MANY_REFUSED:
-                num_before, releases_until = num_refused, now + _RELEASES_FOR_S
-            if released_at + _RELEASE_S < now < releases_until:
+            if releases.is_due(num_refused, self._refusals.num_closed, now):
                 # What many calls took in small parts stays with the process otherwise. This may take long.
                 threading.Thread(target=_release_memory, name="release memory", daemon=True).start()
-                released_at = now
             # Many connections take longer: a tenth of a core at most.
             signal.sigtimedwait({_ARRIVAL}, max(self._pause_s(now), 9 * look_s))
 

@@ -31,6 +31,14 @@ _STRANGER, _NEIGHBOUR = "127.0.0.2", "127.0.0.1"
 _LIMIT_S = 30.0
 
 
+def test_memory_is_collected_during_refused_calls_and_once_after_connections():
+    releases = strangers.Releases()
+    assert not releases.is_due(31, 0, 0.0)
+    assert [now for now in range(1, 40) if releases.is_due(40, 0, float(now))] == [1, 4, 7, 10, 13, 16, 19]
+    # Of HTTP alone, many each second up to 50.
+    assert [now for now in range(40, 60) if releases.is_due(40, 50 * min(now, 50), float(now))] == [53]
+
+
 @pytest.mark.parametrize("sent", [b"", PREFACE[:8], PREFACE])
 async def test_a_connection_that_does_not_begin_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(limits, "_HANDSHAKE_MS", 300)

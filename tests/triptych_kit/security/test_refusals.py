@@ -39,7 +39,7 @@ def test_closed_connections_are_counted_and_logged_with_the_refusals_of_their_ad
     clock.advance(60)
     refusals.note_closed("a", "TOO_MANY_CONNECTIONS")
     assert refusals.closed_by_reason == {"TOO_MANY_BYTES": 3, "TOO_MANY_CONNECTIONS": 1}
-    assert refusals.num_refused == 1
+    assert (refusals.num_refused, refusals.num_closed) == (1, 4)
     logged = [(record.client, record.reason, record.num_unlogged) for record in caplog.records]  # type: ignore[attr-defined]
     assert logged == [("a", "TOO_MANY_BYTES", 0), ("a", "TOO_MANY_CONNECTIONS", 3)]
 
