@@ -162,6 +162,11 @@ def test_a_router_that_decides_otherwise_in_half_precision_condemns_no_model(tmp
     )
 
 
+def test_logits_of_a_wider_dtype_than_the_weights_are_compared_as_the_weights_allow(tmp_path):
+    model = TransformersModel(make_checkpoint("mamba2", tmp_path).to(torch.bfloat16), REFERENCE)
+    assert len(warm_up(model).state_shapes) == 2
+
+
 def test_attention_that_is_not_causal_is_refused(llama):
     llama.model.layers[0].self_attn.is_causal = False
     with pytest.raises(UnsupportedModel, match="lets tokens see later ones"):
