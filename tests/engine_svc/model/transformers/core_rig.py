@@ -87,7 +87,7 @@ class CoreDriver:
         )
         kv = KVTensors(facts, KVSizing(num_blocks, block_size, 0, num_slots))
         # Memory is used as it comes, so the worst that it can hold must reach no result.
-        for stack in (*kv.stacks, *kv.states.stacks):
+        for stack in kv.stacks:
             stack.fill_(float("nan"))
         self.recorder = LogitRecorder()
         self.runner = ModelRunner(
