@@ -338,6 +338,7 @@ class Ops:
     gated_delta_rule: Callable[..., Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
     gelu_tanh_and_mul: Callable[[Tensor], Tensor]
+    sigmoid_and_mul: Callable[[Tensor], Tensor]
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
     greedy_linear: Callable[[Linear, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     sample: Callable[..., Tensor]

@@ -57,7 +57,7 @@ def test_a_row_has_times_and_ratios():
 @torch.inference_mode()
 def test_what_torch_is_timed_on_is_the_same_work():
     for case in CaseMaker(SHAPE, CPU, torch.float32).all_cases():
-        if case.op in ("pack_linear", "rms_norm", "silu_and_mul", "gelu_tanh_and_mul"):
+        if case.op in ("pack_linear", "rms_norm", "silu_and_mul", "gelu_tanh_and_mul", "sigmoid_and_mul"):
             torch.testing.assert_close(case.make(REFERENCE)(), case.torch_call(), rtol=1e-4, atol=1e-4)
         if case.op == "paged_attention":
             assert case.make(REFERENCE)().numel() == case.torch_call().numel()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from triptych_kernels import REFERENCE, ExpertBiases, ops_for
-from triptych_kernels.reference.activation import gelu_tanh_and_mul, silu_and_mul
+from triptych_kernels.reference.activation import gelu_tanh_and_mul, sigmoid_and_mul, silu_and_mul
 from triptych_kernels.reference.linear import pack_linear
 from triptych_kernels.reference.norm import add_rms_norm, rms_norm
 from triptych_kernels.reference.rotary import rotary_kv_write
@@ -51,6 +51,11 @@ def test_a_gate_lets_through_by_its_gelu():
     gate, up = x[:, :7].double(), x[:, 7:]
     slope = torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
     torch.testing.assert_close(gelu_tanh_and_mul(x), (0.5 * gate * (1 + slope) * up).float())
+
+
+def test_a_gate_lets_through_by_its_sigmoid():
+    x = noise(5, 14)
+    torch.testing.assert_close(sigmoid_and_mul(x), x[:, 7:] / (1 + torch.exp(-x[:, :7])))
 
 
 @pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "normed"])

@@ -224,6 +224,13 @@ class CaseMaker:
             lambda: F.gelu(gate, approximate="tanh") * up,
             num_bytes,
         )
+        yield KernelCase(
+            "sigmoid_and_mul",
+            label,
+            lambda ops: _bound(ops.sigmoid_and_mul, gated),
+            lambda: gate.sigmoid() * up,
+            num_bytes,
+        )
         yield from self._cache_writes(num_rows)
 
     def _cache_writes(self, num_rows: int) -> Iterator[KernelCase]:

@@ -59,6 +59,7 @@ def native_ops(widest: str = "amx") -> Ops | None:
         gated_delta_rule=functools.partial(states.gated_delta_rule, isa),
         silu_and_mul=functools.partial(elementwise.gate_and_mul, isa, "silu"),
         gelu_tanh_and_mul=functools.partial(elementwise.gate_and_mul, isa, "gelu_tanh"),
+        sigmoid_and_mul=functools.partial(elementwise.gate_and_mul, isa, "sigmoid"),
         greedy=functools.partial(elementwise.greedy, isa),
         greedy_linear=linear.greedy_linear,
         look_up=linear.look_up,

@@ -129,7 +129,7 @@ Outcome run_norm_columns(const int64_t* n) {
     return {};
 }
 
-// out = silu(gate) * up, or gelu(gate) * up.  x: [T, 2 F], gates first.
+// out = silu(gate) * up, or gelu(gate) * up, or sigmoid(gate) * up.  x: [T, 2 F], gates first.
 template <class Kind>
 void gate_rows(const int64_t* n) {
     using Element = typename Kind::Element;
@@ -140,7 +140,8 @@ void gate_rows(const int64_t* n) {
         Element* out = reinterpret_cast<Element*>(n[1]) + row * width;
         for_vectors(width, [&](int64_t i, auto lanes) {
             const Floats gate = Kind::load(gates + i, lanes), up = Kind::load(gates + width + i, lanes);
-            Kind::store(out + i, lanes, mul(activated<Kind>(kind, gate), up));
+            Kind::store(out + i, lanes,
+                        kind == Gate::kSigmoid ? Kind::times_sigmoid(up, gate) : mul(activated<Kind>(kind, gate), up));
         });
     });
 }

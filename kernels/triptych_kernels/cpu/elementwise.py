@@ -17,7 +17,9 @@ from triptych_kernels.reference.activation import GATED
 _BF16, _FP32, _INT64 = torch.bfloat16, torch.float32, torch.int64
 _DTYPES = (_BF16, _FP32)
 MAX_HEAD_DIM = 1024
-GATES = {"silu": 0, "gelu_tanh": 1}  # as numbered in vector_math.h
+GATES = {"silu": 0, "gelu_tanh": 1}  # of projections, as numbered in vector_math.h
+_GATES = {**GATES, "sigmoid": 3}
+_REFERENCES = {**GATED, "sigmoid": REFERENCE.sigmoid_and_mul}
 
 
 def rms_norm(isa: Isa, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -99,14 +101,14 @@ def _check_weight(weight: Tensor, width: int) -> None:
 
 
 def gate_and_mul(isa: Isa, gate: str, x: Tensor) -> Tensor:
-    """See the reference of the gate's op.  x: [T, 2 F], rows may be strided.  gate: of GATES."""
+    """See the reference of the gate's op.  x: [T, 2 F], rows may be strided.  gate: of _GATES."""
     dtype, shape, strides = x.dtype, x.shape, x.stride()
     if dtype not in _DTYPES or len(shape) != 2 or strides[1] != 1 or shape[1] % 2:
-        return GATED[gate](x)
+        return _REFERENCES[gate](x)
     num_rows, width = shape[0], shape[1] // 2
     out = torch.empty((num_rows, width), dtype=dtype)
     isa.native.gate_and_mul(
-        x.data_ptr(), out.data_ptr(), num_rows, width, strides[0], dtype is _BF16, GATES[gate]
+        x.data_ptr(), out.data_ptr(), num_rows, width, strides[0], dtype is _BF16, _GATES[gate]
     )
     return out
 

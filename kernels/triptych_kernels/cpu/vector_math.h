@@ -136,7 +136,7 @@ struct Bf16 {
 };
 
 // What is made of a gate and its up. The numbers are those of elementwise.py and experts.py.
-enum class Gate : int { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2 };
+enum class Gate : int { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2, kSigmoid = 3 };
 
 // The function of a gate by which its up is multiplied, of silu and gelu.
 template <class Kind>

@@ -4,7 +4,7 @@ Knows no model, no request and no device but that of its tensors.
 """
 
 from triptych_kernels.ops import Ops
-from triptych_kernels.reference.activation import gelu_tanh_and_mul, silu_and_mul
+from triptych_kernels.reference.activation import gelu_tanh_and_mul, sigmoid_and_mul, silu_and_mul
 from triptych_kernels.reference.causal_conv import causal_conv
 from triptych_kernels.reference.gated_delta_rule import gated_delta_rule
 from triptych_kernels.reference.kv_write import kv_write
@@ -37,6 +37,7 @@ REFERENCE = Ops(
     gated_delta_rule=gated_delta_rule,
     silu_and_mul=silu_and_mul,
     gelu_tanh_and_mul=gelu_tanh_and_mul,
+    sigmoid_and_mul=sigmoid_and_mul,
     greedy=greedy,
     greedy_linear=greedy_linear,
     sample=sample,

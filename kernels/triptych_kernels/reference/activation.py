@@ -24,6 +24,12 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
 
 
+def sigmoid_and_mul(x: Tensor) -> Tensor:
+    """sigmoid(gate) * up; otherwise as silu_and_mul."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (torch.sigmoid(gate) * up).to(x.dtype)
+
+
 def clamped_swiglu(x: Tensor) -> Tensor:
     """gate * sigmoid(1.702 gate) * (up + 1), gates up to 7, ups from -7 to 7; otherwise as silu_and_mul.
 

@@ -9,7 +9,7 @@ import functools
 
 from triptych_kernels.ops import Ops
 from triptych_kernels.reference.low_rank import pack_low_rank
-from triptych_kernels.triton.activation import gelu_tanh_and_mul, silu_and_mul
+from triptych_kernels.triton.activation import gelu_tanh_and_mul, sigmoid_and_mul, silu_and_mul
 from triptych_kernels.triton.causal_conv import causal_conv
 from triptych_kernels.triton.fused_moe import pack_experts
 from triptych_kernels.triton.gated_delta_rule import gated_delta_rule
@@ -56,6 +56,7 @@ def triton_ops(*, deterministic: bool = False) -> Ops:
         else gated_delta_rule,
         silu_and_mul=silu_and_mul,
         gelu_tanh_and_mul=gelu_tanh_and_mul,
+        sigmoid_and_mul=sigmoid_and_mul,
         greedy=greedy,
         greedy_linear=greedy_linear,
         sample=sample,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from triptych_kernels import REFERENCE
 from triptych_kernels.ops import Ops
-from triptych_kernels.reference.activation import GATED
+from triptych_kernels.reference.activation import GATED, sigmoid_and_mul
 
 DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
 # Of rows and of the weights of norms.
@@ -19,7 +19,8 @@ DTYPES_OF_NORMS = [
     pytest.param(torch.bfloat16, torch.bfloat16, id="bf16"),
     pytest.param(torch.bfloat16, torch.float32, id="bf16-by-fp32"),
 ]
-GATES = list(GATED)
+REFERENCES = {**GATED, "sigmoid": sigmoid_and_mul}
+GATES = list(REFERENCES)
 NUM_ROWS = [0, 1, 63, 129]
 WIDTHS = [1, 8, 40, 320, 576]
 NAN = float("nan")
@@ -78,7 +79,8 @@ def test_add_rms_norm_matches_the_reference(ops, num_rows, width, dtype, weight_
 
 
 def gate_and_mul(ops: Ops, gate: str, x: Tensor) -> Tensor:
-    return {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_tanh_and_mul}[gate](x)
+    activate: Callable[[Tensor], Tensor] = getattr(ops, f"{gate}_and_mul")
+    return activate(x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -88,7 +90,7 @@ def gate_and_mul(ops: Ops, gate: str, x: Tensor) -> Tensor:
 def test_gates_match_the_reference(ops, num_rows, width, gate, dtype):
     x = strided_rows(num_rows, 2 * width, dtype) * 5.0
     # The reference has 1 + tanh, in which the tanh of a negative gate cancels.
-    assert_close(gate_and_mul(ops, gate, x), GATED[gate](x), units=4 if gate == "silu" else 32)
+    assert_close(gate_and_mul(ops, gate, x), REFERENCES[gate](x), units=32 if gate == "gelu_tanh" else 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -96,7 +98,7 @@ def test_gates_match_the_reference(ops, num_rows, width, gate, dtype):
 def test_extreme_gates(ops, gate, dtype):
     gates = torch.tensor([-1e30, -1e4, -100.0, -88.8, -20.0, -9.5, -0.0, 1e-30, 20.0, 1e4, 1e30, NAN])
     x = torch.cat([gates, torch.ones(12)])[None].to(dtype)
-    assert_close(gate_and_mul(ops, gate, x), GATED[gate](x))
+    assert_close(gate_and_mul(ops, gate, x), REFERENCES[gate](x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.triton.fresh_memory import with_nan_memory
 from triptych_kernels import REFERENCE
-from triptych_kernels.triton.activation import gelu_tanh_and_mul, silu_and_mul
+from triptych_kernels.triton.activation import gelu_tanh_and_mul, sigmoid_and_mul, silu_and_mul
 
 SHAPES = [(1, 1), (1, 129), (63, 64), (129, 63), (3, 1100)]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -19,13 +19,14 @@ def gates_and_ups(shape, device, dtype=torch.float32):
     return (torch.randn(num_tokens, 2 * num_features, generator=generator) * 4).to(device, dtype)
 
 
+@pytest.mark.parametrize("op", [silu_and_mul, sigmoid_and_mul], ids=lambda op: op.__name__)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_silu_and_mul_equals_the_reference(shape, dtype, device):
+def test_silu_and_sigmoid_equal_the_reference(shape, dtype, op, device):
     x = gates_and_ups(shape, device, dtype)
-    output = with_nan_memory(silu_and_mul, x)
+    output = with_nan_memory(op, x)
     assert output.dtype is dtype
-    expected = REFERENCE.silu_and_mul(x)
+    expected = getattr(REFERENCE, op.__name__)(x)
     torch.testing.assert_close(output, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
@@ -51,6 +52,7 @@ def test_gates_far_from_zero_open_or_close(device):
     x = torch.tensor([[200.0, -200.0, -1e4, 2.0, 2.0, 2.0]], device=device)
     for op in (silu_and_mul, gelu_tanh_and_mul):
         assert op(x).tolist() == [[400.0, 0.0, 0.0]]
+    assert sigmoid_and_mul(x).tolist() == [[2.0, 0.0, 0.0]]
 
 
 def test_an_empty_step_gives_an_empty_output(device):
