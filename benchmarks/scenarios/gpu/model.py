@@ -62,9 +62,9 @@ def _weight_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield prefix + "self_attn.k_proj.weight", (kv, hidden)
         yield prefix + "self_attn.v_proj.weight", (kv, hidden)
         yield prefix + "self_attn.o_proj.weight", (hidden, queries)
-        yield prefix + "mlp.gate_proj.weight", (spec.intermediate_size, hidden)
-        yield prefix + "mlp.up_proj.weight", (spec.intermediate_size, hidden)
-        yield prefix + "mlp.down_proj.weight", (hidden, spec.intermediate_size)
+        yield prefix + "mlp.gate_proj.weight", (spec.dense.intermediate_size, hidden)
+        yield prefix + "mlp.up_proj.weight", (spec.dense.intermediate_size, hidden)
+        yield prefix + "mlp.down_proj.weight", (hidden, spec.dense.intermediate_size)
 
 
 class RandomDecoder:

@@ -25,7 +25,7 @@ from engine_svc.model.native.layers import (
     Projection,
     SharedMixture,
 )
-from engine_svc.model.native.spec import DecoderSpec, ExpertsSpec
+from engine_svc.model.native.spec import DecoderSpec, DenseSpec, ExpertsSpec
 from engine_svc.model.parallel import Parallel
 from triptych_kernels import (
     ExpertBiases,
@@ -155,7 +155,7 @@ class DecoderBuilder:
         has_dense = not all(spec.experts)
         for what, number in (
             ("attention heads", spec.num_heads),
-            ("intermediate size", spec.intermediate_size if has_dense else 0),
+            ("intermediate size", spec.dense.intermediate_size if has_dense else 0),
             ("vocabulary", spec.vocab_size),
         ):
             if number % ranks:
@@ -230,8 +230,8 @@ class DecoderBuilder:
         return DecoderLayer(
             ops=self.ops,
             parallel=self.parallel,
-            attention=self._attention(prefix + "self_attn.", index, local_index),
-            feed_forward=self._dense(prefix + "mlp.")
+            mixer=self._attention(prefix + "self_attn.", index, local_index),
+            feed_forward=self._dense(prefix, spec.dense)
             if experts is None
             else self._mixture(prefix, experts, index),
             eps=spec.eps,
@@ -300,17 +300,17 @@ class DecoderBuilder:
         self._count(sinks, sinks.nbytes)
         return sinks
 
-    def _dense(self, prefix: str) -> FeedForward:
-        spec, rank, ranks = self.spec, self.parallel.tp_rank, self.parallel.tp_size
-        total, share = spec.intermediate_size, spec.intermediate_size // ranks
-        rows = [(prefix + name, total, rank * share, share) for name in ("gate_proj", "up_proj")]
-        if spec.is_joined:
-            rows = _joined(prefix + "gate_up_proj", rows)
+    def _dense(self, prefix: str, dense: DenseSpec) -> FeedForward:
+        hidden, rank, ranks = self.spec.hidden_size, self.parallel.tp_rank, self.parallel.tp_size
+        total, share = dense.intermediate_size, dense.intermediate_size // ranks
+        rows = [(prefix + name, total, rank * share, share) for name in (dense.gate_name, dense.up_name)]
+        if dense.gate_name == dense.up_name:
+            rows = _joined(prefix + dense.gate_name, rows)
         down = self._columns_linear(
-            prefix + "down_proj", spec.hidden_size, total, rank * share, share, spec.has_mlp_bias
+            prefix + dense.down_name, hidden, total, rank * share, share, dense.has_bias
         )
-        pack = functools.partial(self.ops.pack_gated_linear, gate=spec.gate)
-        return GatedFeedForward(self._rows_linear(rows, spec.hidden_size, spec.has_mlp_bias, pack), down)
+        pack = functools.partial(self.ops.pack_gated_linear, gate=self.spec.gate)
+        return GatedFeedForward(self._rows_linear(rows, hidden, dense.has_bias, pack), down)
 
     def _mixture(self, prefix: str, experts: ExpertsSpec, index: int) -> FeedForward:
         hidden, parallel = self.spec.hidden_size, self.parallel

@@ -16,8 +16,21 @@ from engine_svc.model.parallel import Parallel
 from triptych_kernels import DenseLayer, Experts, LayerLowRank, Linear, LowRank, Ops
 
 
+class Mixer(Protocol):
+    """The part of a layer in which a token reads tokens before it: attention, or what stands in its place."""
+
+    def __call__(
+        self, x: Tensor, positions: Tensor, cos_sin: Tensor, context: ForwardContext, rows: Tensor | None
+    ) -> Tensor:
+        """x: [T, hidden]. Returns [T, hidden], this rank's share; if `rows` are given, only of these."""
+
+    @property
+    def projections(self) -> Sequence[Projection]:
+        """Those that adapters may add to."""
+
+
 class FeedForward(Protocol):
-    """The network after attention in a layer."""
+    """The network after the mixer in a layer."""
 
     def __call__(self, x: Tensor, slots: Tensor | None, expert_choices: list[Tensor] | None = None) -> Tensor:
         """x: [T, hidden].  slots: [T]. Returns [T, hidden], this rank's share of it.
@@ -69,10 +82,13 @@ class Attention:
     sinks: Tensor | None  # [num_heads] fp32, see the op
     eps: float
 
+    @property
+    def projections(self) -> Sequence[Projection]:
+        return self.qkv, self.out
+
     def __call__(
         self, x: Tensor, positions: Tensor, cos_sin: Tensor, context: ForwardContext, rows: Tensor | None
     ) -> Tensor:
-        """x: [T, hidden]. Returns [T, hidden], this rank's share; if `rows` are given, only of these."""
         qkv = self.qkv(x, context.low_rank_slots)
         if self.norms_span_heads:
             self._norm_together(qkv)
@@ -183,26 +199,28 @@ class SharedMixture:
 
 @dataclass(slots=True)
 class DecoderLayer:
-    """Attention and a feed-forward network, with norms of what each reads or of what it adds, or of both."""
+    """A mixer and a feed-forward network, with norms of what each reads or of what it adds, or of both."""
 
     ops: Ops
     parallel: Parallel
-    attention: Attention
+    mixer: Mixer
     feed_forward: FeedForward
     eps: float
     input_norm: Tensor | None = None
     post_attention_norm: Tensor | None = None  # of the residual, before the feed-forward network
-    attention_out_norm: Tensor | None = None  # of what attention adds to the residual
+    attention_out_norm: Tensor | None = None  # of what the mixer adds to the residual
     feed_forward_out_norm: Tensor | None = None
     residual_scale: float | None = None  # of what is added to the residual, normed or not
 
     def as_dense(self, cos_sin: Tensor) -> DenseLayer | None:
-        """The weights of this layer for ops that compute whole layers; None if it has experts or sinks.
+        """The weights of this layer for ops that compute whole layers; None if it has parts that they lack.
 
         cos_sin: see NativeDecoder.
         """
-        attention, network = self.attention, self.feed_forward
-        if not isinstance(network, GatedFeedForward) or attention.sinks is not None:
+        attention, network = self.mixer, self.feed_forward
+        if not isinstance(attention, Attention) or not isinstance(network, GatedFeedForward):
+            return None
+        if attention.sinks is not None:
             return None
         return DenseLayer(
             input_norm=self.input_norm,
@@ -234,10 +252,10 @@ class DecoderLayer:
     @property
     def projections(self) -> list[Projection]:
         """Those that adapters may add to, in the order in which a forward runs them."""
-        return [self.attention.qkv, self.attention.out, *self.feed_forward.projections]
+        return [*self.mixer.projections, *self.feed_forward.projections]
 
     def enter(self, residual: Tensor) -> Tensor:
-        """What attention reads of the residual, [T, hidden], or the residual itself."""
+        """What the mixer reads of the residual, [T, hidden], or the residual itself."""
         norm = self.input_norm
         return residual if norm is None else self.ops.rms_norm(residual, norm, self.eps)
 
@@ -254,10 +272,10 @@ class DecoderLayer:
 
         If `rows` are given, only these tokens' results are computed: the others' are not used.
         """
-        attended = self.parallel.all_reduce(self.attention(x, positions, cos_sin, context, rows))
+        mixed = self.parallel.all_reduce(self.mixer(x, positions, cos_sin, context, rows))
         if rows is not None:
             residual = residual[rows]
-        summand = self._summand(attended, self.attention_out_norm)
+        summand = self._summand(mixed, self.attention_out_norm)
         x = add_and_norm(self.ops, summand, residual, self.post_attention_norm, self.eps)
         added = self.feed_forward(x, context.low_rank_slots_of(rows), context.expert_choices)
         return self._summand(self.parallel.all_reduce(added), self.feed_forward_out_norm), residual

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Names of the parts of each family's mixture of experts, below a layer: router, gate, up, down.
+# Names of the parts of a dense network, below a layer: gate, up, down.
+_DENSE = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_PHI_DENSE = ("mlp.gate_up_proj", "mlp.gate_up_proj", "mlp.down_proj")
+# The same of a mixture of experts, behind its router.
 _MIXTRAL_EXPERTS = (
     "block_sparse_moe.gate",
     "block_sparse_moe.experts.{}.w1",
@@ -57,6 +60,17 @@ _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
 @dataclass(frozen=True, slots=True)
+class DenseSpec:
+    """A feed-forward network that every token passes."""
+
+    intermediate_size: int
+    gate_name: str
+    up_name: str  # that of the gate: the checkpoint has both as one weight
+    down_name: str
+    has_bias: bool = False  # each projection
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsSpec:
     """The mixture of experts that replaces a layer's feed-forward network."""
 
@@ -84,7 +98,6 @@ class DecoderSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
     vocab_size: int
     eps: float
     gate: str  # see PackGatedLinear
@@ -95,8 +108,7 @@ class DecoderSpec:
     norms_are_offset: bool  # the checkpoint has the weights of norms less 1
     has_qkv_bias: bool
     has_out_bias: bool  # attention's output projection
-    has_mlp_bias: bool  # in dense layers
-    is_joined: bool  # the checkpoint has Q, K and V as one weight, gate and up as another
+    is_joined: bool  # the checkpoint has Q, K and V as one weight
     ties_embeddings: bool
     embedding_scale: float | None  # by which embeddings are multiplied
     input_scale: float | None  # by which embeddings are multiplied, prompts given as embeddings too
@@ -104,6 +116,7 @@ class DecoderSpec:
     residual_scale: float | None  # of what attention and the feed-forward network add to the residual
     logits_divisor: float | None
     windows: tuple[int | None, ...]  # per layer
+    dense: DenseSpec  # of layers without experts
     experts: tuple[ExpertsSpec | None, ...]  # per layer; None is a dense network
 
     @property
@@ -147,7 +160,6 @@ def read_spec(config: Any) -> DecoderSpec:
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=_head_dim(config),
-        intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         eps=config.rms_norm_eps,
         gate=_GATES[expected],
@@ -158,7 +170,6 @@ def read_spec(config: Any) -> DecoderSpec:
         norms_are_offset=is_gemma,
         has_qkv_bias=family == "qwen2" or has_attention_bias,
         has_out_bias=has_attention_bias,
-        has_mlp_bias=family in ("llama", "granite") and bool(config.mlp_bias),
         is_joined=family == "phi3",
         ties_embeddings=bool(config.tie_word_embeddings),
         embedding_scale=config.hidden_size**0.5 if is_gemma else None,
@@ -167,6 +178,7 @@ def read_spec(config: Any) -> DecoderSpec:
         residual_scale=_factor(config.residual_multiplier) if is_granite else None,
         logits_divisor=_factor(config.logits_scaling) if is_granite else None,
         windows=_windows(config),
+        dense=_dense(config),
         experts=tuple(_experts(config, layer) for layer in range(num_layers)),
     )
 
@@ -258,6 +270,12 @@ def _windows(config: Any) -> tuple[int | None, ...]:
     kinds = getattr(config, "layer_types", None) if config.model_type in _FAMILIES_OF_LAYER_TYPES else None
     kinds = kinds or ["sliding_attention"] * config.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _dense(config: Any) -> DenseSpec:
+    has_bias = config.model_type in ("llama", "granite") and bool(config.mlp_bias)
+    names = _PHI_DENSE if config.model_type == "phi3" else _DENSE
+    return DenseSpec(config.intermediate_size, *names, has_bias=has_bias)
 
 
 def _experts(config: Any, layer: int) -> ExpertsSpec | None:
