@@ -227,7 +227,12 @@ def _load(
         activations = chosen if native.is_quantized else ""
         kv_shapes: tuple[KVShape, ...] = model.kv_shapes
         num_parameters = model.num_parameters
-        facts = replace(facts, expert_choices=model.expert_choices, state_size=model.hidden_size)
+        facts = replace(
+            facts,
+            expert_choices=model.expert_choices,
+            state_size=model.hidden_size,
+            state_shapes=model.state_shapes,
+        )
     elif pooling is not None and pooling.is_encoder:
         from engine_svc.model.transformers.load import load_encoder
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +25,8 @@ from engine_svc.model.native.layers import (
     Projection,
     SharedMixture,
 )
-from engine_svc.model.native.spec import DecoderSpec, DenseSpec, ExpertsSpec
+from engine_svc.model.native.recurrence import Convolution, DeltaRule
+from engine_svc.model.native.spec import DecoderSpec, DeltaSpec, DenseSpec, ExpertsSpec
 from engine_svc.model.parallel import Parallel
 from triptych_kernels import (
     ExpertBiases,
@@ -39,7 +40,9 @@ from triptych_kernels import (
     join_rows,
 )
 
-_TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_TABLE, _HEAD = "embed_tokens.weight", "lm_head.weight"
+# What the names of a decoder begin with where it is a part of the checkpoint's model.
+_TEXT_PART = "model.language_model."
 
 # Names of a layer's norms, by where it has them.
 _NORMS = {
@@ -113,8 +116,11 @@ class DecoderBuilder:
         end = spec.num_layers * (parallel.pp_rank + 1) // parallel.pp_size
         head = self._head() if is_last and self.samples else None
         embedding = self._embedding(head) if is_first else None
-        layers = [self.layer(f"model.layers.{index}.", index, index - first) for index in range(first, end)]
-        final_norm = self.vector("model.norm.weight", spec.hidden_size) if is_last else None
+        layers = [
+            self.layer(f"{self.body}layers.{index}.", index, self._number_of_kind(first, index))
+            for index in range(first, end)
+        ]
+        final_norm = self.vector(self.body + "norm.weight", spec.hidden_size) if is_last else None
         num_kv_heads = self._num_kv_heads
         return NativeDecoder(
             name=name,
@@ -127,7 +133,13 @@ class DecoderBuilder:
             cos_sin=cos_sin,
             kv_shapes=tuple(
                 KVShape(num_kv_heads, spec.head_dim, spec.head_dim, window)
-                for window in spec.windows[first:end]
+                for window, recurrence in zip(
+                    spec.windows[first:end], spec.recurrences[first:end], strict=True
+                )
+                if recurrence is None
+            ),
+            state_shapes=tuple(
+                layer.mixer.state_shape for layer in layers if isinstance(layer.mixer, DeltaRule)
             ),
             hidden_size=spec.hidden_size,
             dtype=self.dtype,
@@ -141,9 +153,19 @@ class DecoderBuilder:
 
     def read_experts(self, layer: int, first: int, end: int) -> Experts:
         """Experts first to end - 1 of a layer that has a mixture, packed."""
-        prefix, experts = f"model.layers.{layer}.", self.spec.experts[layer]
+        prefix, experts = f"{self.body}layers.{layer}.", self.spec.experts[layer]
         assert experts is not None, f"layer {layer} has no mixture of experts"
         return self._experts(prefix, experts, first, end)
+
+    @property
+    def body(self) -> str:
+        """What the names of all tensors but the head's begin with."""
+        return _TEXT_PART if _TEXT_PART + _TABLE in self.weights.names else "model."
+
+    def _number_of_kind(self, first: int, index: int) -> int:
+        """How many layers from `first` on to before `index` have a mixer of the same kind."""
+        has_attention = [recurrence is None for recurrence in self.spec.recurrences]
+        return has_attention[first:index].count(has_attention[index])
 
     @property
     def _num_kv_heads(self) -> int:
@@ -153,8 +175,10 @@ class DecoderBuilder:
         spec, ranks = self.spec, self.parallel.tp_size
         # Experts have an intermediate size of their own.
         has_dense = not all(spec.experts)
+        recurrence = next((each for each in spec.recurrences if each is not None), None)
         for what, number in (
             ("attention heads", spec.num_heads),
+            ("heads of linear attention", 0 if recurrence is None else recurrence.num_heads),
             ("intermediate size", spec.dense.intermediate_size if has_dense else 0),
             ("vocabulary", spec.vocab_size),
         ):
@@ -170,11 +194,11 @@ class DecoderBuilder:
         spec, parallel = self.spec, self.parallel
         share = spec.vocab_size // parallel.tp_size
         first = share * parallel.tp_rank
-        shared = None if head is None or self._head_name != _TABLE else self.ops.look_up(head.linear)
+        shared = None if head is None or self._head_name == _HEAD else self.ops.look_up(head.linear)
         table = self._table(first, share) if shared is None else shared
         self.num_parameters += share * spec.hidden_size
         whole = slice(None)
-        part = ProjectionPart("model.embed_tokens", spec.hidden_size, spec.vocab_size, whole, whole)
+        part = ProjectionPart(self.body + "embed_tokens", spec.hidden_size, spec.vocab_size, whole, whole)
         scale = spec.embedding_scale
         if scale is not None:
             # As in transformers, rounded to the dtype of the weights.
@@ -187,7 +211,7 @@ class DecoderBuilder:
 
         @functools.cache
         def weight() -> Tensor | QuantizedWeight:
-            return self._weight(_TABLE, shape, 0, first, count)
+            return self._weight(self.body + _TABLE, shape, 0, first, count)
 
         if self.packed.has("table") or isinstance(weight(), QuantizedWeight):
             packed = self.packed.get("table", lambda: self.ops.pack_linear(weight()))
@@ -203,7 +227,7 @@ class DecoderBuilder:
     def _head_name(self) -> str:
         # As in transformers, a separate head takes precedence, even if the config states tied embeddings.
         is_tied = self.spec.ties_embeddings and _HEAD not in self.weights.names
-        return _TABLE if is_tied else _HEAD
+        return self.body + _TABLE if is_tied else _HEAD
 
     def _head(self) -> Projection:
         spec, parallel, name = self.spec, self.parallel, self._head_name
@@ -215,7 +239,7 @@ class DecoderBuilder:
             return self.ops.pack_linear(weight, out_dtype=torch.float32, activations=self.activations)
 
         head = self.packed.get("head", pack)
-        is_counted = name == _TABLE and parallel.pp_rank == 0
+        is_counted = name != _HEAD and parallel.pp_rank == 0
         self.num_parameters += 0 if is_counted else share * spec.hidden_size
         self.num_bytes += head.num_bytes
         rows = slice(share * parallel.tp_rank, share * (parallel.tp_rank + 1))
@@ -223,14 +247,19 @@ class DecoderBuilder:
         return Projection(head, (part,))
 
     def layer(self, prefix: str, index: int, local_index: int) -> DecoderLayer:
-        """The layer whose tensors have this prefix, of the kind of layer `index`."""
-        spec, experts = self.spec, self.spec.experts[index]
+        """The layer whose tensors have this prefix, of the kind of layer `index`.
+
+        local_index: among this rank's layers that have attention too, or a recurrence too.
+        """
+        spec, experts, recurrence = self.spec, self.spec.experts[index], self.spec.recurrences[index]
         names = _NORMS[spec.norms]
         norms = {part: self.vector(prefix + name, spec.hidden_size) for part, name in names.items()}
         return DecoderLayer(
             ops=self.ops,
             parallel=self.parallel,
-            mixer=self._attention(prefix + "self_attn.", index, local_index),
+            mixer=self._attention(prefix + "self_attn.", index, local_index)
+            if recurrence is None
+            else self._delta_rule(prefix + "linear_attn.", recurrence, local_index),
             feed_forward=self._dense(prefix, spec.dense)
             if experts is None
             else self._mixture(prefix, experts, index),
@@ -245,11 +274,14 @@ class DecoderBuilder:
         # With fewer KV heads than ranks, neighbouring ranks hold the same head.
         first_kv_head = rank * spec.num_kv_heads // ranks
         parts = (
-            ("q_proj", spec.num_heads, rank * num_heads, num_heads),
-            ("k_proj", spec.num_kv_heads, first_kv_head, num_kv_heads),
-            ("v_proj", spec.num_kv_heads, first_kv_head, num_kv_heads),
+            ("q_proj", spec.num_heads, rank * num_heads, num_heads, 2 * dim if spec.has_gates else dim),
+            ("k_proj", spec.num_kv_heads, first_kv_head, num_kv_heads, dim),
+            ("v_proj", spec.num_kv_heads, first_kv_head, num_kv_heads, dim),
         )
-        rows = [(prefix + name, total * dim, first * dim, count * dim) for name, total, first, count in parts]
+        rows = [
+            (prefix + name, total * width, first * width, count * width)
+            for name, total, first, count, width in parts
+        ]
         if spec.is_joined:
             rows = _joined(prefix + "qkv_proj", rows)
         return Attention(
@@ -278,7 +310,10 @@ class DecoderBuilder:
             query_norm=self._head_norm(prefix + "q_norm.weight", spec.num_heads),
             key_norm=self._head_norm(prefix + "k_norm.weight", spec.num_kv_heads),
             norms_span_heads=spec.qk_norm_spans_heads,
-            sinks=self._sinks(prefix + "sinks", rank * num_heads, num_heads) if spec.has_sinks else None,
+            has_gates=spec.has_gates,
+            sinks=self._numbers(prefix + "sinks", spec.num_heads, rank * num_heads, num_heads)
+            if spec.has_sinks
+            else None,
             eps=spec.eps,
         )
 
@@ -294,11 +329,56 @@ class DecoderBuilder:
         num_copies = max(1, ranks // num_heads)
         return norm.view(num_heads, -1).repeat_interleave(num_copies, 0).flatten()
 
-    def _sinks(self, name: str, first: int, count: int) -> Tensor:
-        """Of `count` heads from `first` on."""
-        sinks = self._read(name, (self.spec.num_heads,), 0, first, count).float()
-        self._count(sinks, sinks.nbytes)
-        return sinks
+    def _numbers(self, name: str, total: int, first: int, count: int) -> Tensor:
+        """[count] fp32, of `total` numbers those from `first` on."""
+        numbers = self._read(name, (total,), 0, first, count).float()
+        self._count(numbers, numbers.nbytes)
+        return numbers
+
+    def _delta_rule(self, prefix: str, delta: DeltaSpec, local_index: int) -> DeltaRule:
+        hidden, rank, ranks = self.spec.hidden_size, self.parallel.tp_rank, self.parallel.tp_size
+        num_heads, num_key_heads = delta.num_heads // ranks, max(1, delta.num_key_heads // ranks)
+        head, dim = rank * num_heads, delta.head_dim
+        # With fewer key heads than ranks, neighbouring ranks hold the same head.
+        keys = _times(delta.key_dim, delta.num_key_heads, rank * delta.num_key_heads // ranks, num_key_heads)
+        values, numbers = _times(dim, delta.num_heads, head, num_heads), (delta.num_heads, head, num_heads)
+        channels = [(prefix + "conv1d", *part) for part in (keys, keys, values)]
+        rows = [
+            *_joined(prefix + "in_proj_qkv", channels),
+            (prefix + "in_proj_z", *values),
+            (prefix + "in_proj_b", *numbers),
+            (prefix + "in_proj_a", *numbers),
+        ]
+        norm = self._read(prefix + "norm.weight", (dim,))
+        self._count(norm, norm.nbytes)
+        return DeltaRule(
+            ops=self.ops,
+            layer=local_index,
+            inputs=self._rows_linear(rows, hidden, False, self.ops.pack_linear),
+            convolution=self._convolution(prefix + "conv1d", channels, delta.conv_width, False),
+            out=self._columns_linear(prefix + "out_proj", hidden, *values, False),
+            num_key_heads=num_key_heads,
+            key_dim=delta.key_dim,
+            num_heads=num_heads,
+            head_dim=dim,
+            rates=-self._numbers(prefix + "A_log", *numbers).exp(),
+            dt_bias=self._numbers(prefix + "dt_bias", *numbers),
+            norm=norm,
+            eps=self.spec.eps,
+        )
+
+    def _convolution(
+        self, name: str, parts: Sequence[tuple[str, int, int, int]], width: int, has_bias: bool
+    ) -> Convolution:
+        """Of the channels of several parts, each given as for `_rows_linear`."""
+        parts = _joined(name, list(parts))
+        total = parts[0][1]
+        own = torch.cat([torch.arange(first, first + count) for *_, first, count in parts])
+        weight = self._read(name + ".weight", (total, 1, width))[own, 0].t().float().contiguous()
+        bias = self._read(name + ".bias", (total,))[own].float() if has_bias else None
+        for tensor in (weight,) if bias is None else (weight, bias):
+            self._count(tensor, tensor.nbytes)
+        return Convolution(self.ops, weight, bias)
 
     def _dense(self, prefix: str, dense: DenseSpec) -> FeedForward:
         hidden, rank, ranks = self.spec.hidden_size, self.parallel.tp_rank, self.parallel.tp_size
@@ -537,6 +617,10 @@ class DecoderBuilder:
         stored_shape = self.weights.shape(name)
         if stored_shape != shape:
             raise CheckpointError(f"{name} has shape {stored_shape}, config.json says {shape}")
+
+
+def _times(width: int, total: int, first: int, count: int) -> tuple[int, int, int]:
+    return total * width, first * width, count * width
 
 
 def _joined(name: str, parts: list[tuple[str, int, int, int]]) -> list[tuple[str, int, int, int]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import Largest
-from engine_svc.model.facts import KVShape
+from engine_svc.model.facts import KVShape, StateShape
 from engine_svc.model.loading.packed_weights import Collected
 from engine_svc.model.low_rank import (
     Additions,
@@ -79,13 +79,14 @@ class NativeDecoder:
     layers: list[DecoderLayer]
     final_norm: Tensor | None  # on the last stage
     head: Projection | None  # on the last stage, of a model that samples tokens
-    # [max_positions, head_dim] fp32; or two such tables, of layers without a window and of those with one.
+    # [max_positions, rotary_dim] fp32; or two such tables, of layers without a window and of those with one.
     cos_sin: Tensor
     kv_shapes: tuple[KVShape, ...]
     hidden_size: int
     dtype: torch.dtype
     num_parameters: int
     num_bytes: int  # of this rank's parameters
+    state_shapes: tuple[StateShape, ...] = ()  # of layers with recurrences, in order
     input_scale: float | None = None  # by which the first stage multiplies embeddings, whatever their source
     logits_divisor: float | None = None
     is_fusible: bool = False  # it is whole on this rank, so its layers may be one op

@@ -17,7 +17,7 @@ from triptych_kernels import DenseLayer, Experts, LayerLowRank, Linear, LowRank,
 
 
 class Mixer(Protocol):
-    """The part of a layer in which a token reads tokens before it: attention, or what stands in its place."""
+    """The part of a layer in which a token reads tokens before it: attention, or a recurrence."""
 
     def __call__(
         self, x: Tensor, positions: Tensor, cos_sin: Tensor, context: ForwardContext, rows: Tensor | None
@@ -79,6 +79,7 @@ class Attention:
     query_norm: Tensor | None  # [head_dim]; if norms span heads, of the heads of all ranks
     key_norm: Tensor | None
     norms_span_heads: bool
+    has_gates: bool  # the projection has each head's query with a gate behind it, of what the head attends to
     sinks: Tensor | None  # [num_heads] fp32, see the op
     eps: float
 
@@ -89,7 +90,9 @@ class Attention:
     def __call__(
         self, x: Tensor, positions: Tensor, cos_sin: Tensor, context: ForwardContext, rows: Tensor | None
     ) -> Tensor:
-        qkv = self.qkv(x, context.low_rank_slots)
+        qkv, gates = self.qkv(x, context.low_rank_slots), None
+        if self.has_gates:
+            qkv, gates = self._without_gates(qkv)
         if self.norms_span_heads:
             self._norm_together(qkv)
         cache = context.layers[self.layer]
@@ -116,7 +119,18 @@ class Attention:
             window=self.window,
             sinks=self.sinks,
         ).reshape(num_tokens, num_heads * head_dim)
-        return self.out(attended if rows is None else attended[rows], context.low_rank_slots_of(rows))
+        if rows is not None:
+            attended, gates = attended[rows], None if gates is None else gates[rows]
+        if gates is not None:
+            attended = self.ops.sigmoid_and_mul(torch.cat([gates, attended], dim=1))
+        return self.out(attended, context.low_rank_slots_of(rows))
+
+    def _without_gates(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries, keys and values, [T, (H + 2 G) D], and gates, [T, H D].  projected: [T, (2 H + 2 G) D]."""
+        width = 2 * self.num_heads * self.head_dim
+        pairs = projected[:, :width].unflatten(1, (self.num_heads, 2, self.head_dim))
+        queries, gates = pairs.unbind(2)
+        return torch.cat([queries.flatten(1), projected[:, width:]], dim=1), gates.flatten(1)
 
     def _norm_together(self, qkv: Tensor) -> None:
         """Norm the queries of all ranks' heads, and the keys.  qkv: [T, (H + 2 G) D], written."""
@@ -220,7 +234,7 @@ class DecoderLayer:
         attention, network = self.mixer, self.feed_forward
         if not isinstance(attention, Attention) or not isinstance(network, GatedFeedForward):
             return None
-        if attention.sinks is not None:
+        if attention.sinks is not None or attention.has_gates:
             return None
         return DenseLayer(
             input_norm=self.input_norm,

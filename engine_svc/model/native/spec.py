@@ -34,8 +34,10 @@ _GPT_OSS_EXPERTS = (
 )
 _FAMILIES = (
     "llama", "mistral", "phi3", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "granite", "olmo2",
-    "olmo3", "gpt_oss",
+    "olmo3", "gpt_oss", "qwen3_5_text",
 )  # fmt: skip
+# Model types of checkpoints whose text part is a decoder of a family.
+_WITH_TEXT_PART = frozenset({"qwen3_5"})
 # Settings of families that the native decoder has with one value alone.
 _GEMMA_SETTINGS = {
     "attention_bias": False,
@@ -48,12 +50,16 @@ _ACTIVATIONS = {"gemma3_text": "gelu_pytorch_tanh"}  # of the others, silu
 _GATES = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # names of the ops
 # Families in which each layer states its own kind, with a window or without.
 _FAMILIES_OF_LAYER_TYPES = frozenset({"qwen2", "qwen3", "gemma3_text", "olmo3", "gpt_oss"})
+# Families in which a layer has attention without a window, or a recurrence.
+_FAMILIES_OF_RECURRENCES = frozenset({"qwen3_5_text"})
+# Families in which rope may rotate only a part of each head.
+_FAMILIES_OF_PARTIAL_ROPE = frozenset({"qwen3_5_text"})
 # Those of them in which each kind has a rope of its own.
 _FAMILIES_OF_ROPES = frozenset({"gemma3_text", "olmo3"})
 _KINDS = ("full_attention", "sliding_attention")
 # The code of the other families ignores this setting.
 _FAMILIES_OF_ATTENTION_BIAS = frozenset(
-    {"llama", "qwen3", "qwen3_moe", "granite", "olmo2", "olmo3", "gpt_oss"}
+    {"llama", "qwen3", "qwen3_moe", "granite", "olmo2", "olmo3", "gpt_oss", "qwen3_5_text"}
 )
 # With other types, a row's angles depend on the longest row of the batch, or on its own length.
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
@@ -89,6 +95,17 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """Linear attention by the gated delta rule, in place of attention."""
+
+    num_key_heads: int
+    key_dim: int
+    num_heads: int
+    head_dim: int
+    conv_width: int  # tokens that a channel's convolution reads
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """The shape of a decoder, and which of the optional parts it has."""
 
@@ -105,6 +122,7 @@ class DecoderSpec:
     has_qk_norm: bool
     qk_norm_spans_heads: bool  # the queries of all heads are normed together, and the keys
     has_sinks: bool  # each head attends to a number of its own, too
+    has_gates: bool  # the projection of queries has each head's query with a gate behind it
     norms_are_offset: bool  # the checkpoint has the weights of norms less 1
     has_qkv_bias: bool
     has_out_bias: bool  # attention's output projection
@@ -115,6 +133,7 @@ class DecoderSpec:
     attention_scale: float  # of a query's product with a key
     residual_scale: float | None  # of what attention and the feed-forward network add to the residual
     logits_divisor: float | None
+    recurrences: tuple[DeltaSpec | None, ...]  # per layer; None has attention
     windows: tuple[int | None, ...]  # per layer
     dense: DenseSpec  # of layers without experts
     experts: tuple[ExpertsSpec | None, ...]  # per layer; None is a dense network
@@ -134,6 +153,7 @@ def read_spec(config: Any) -> DecoderSpec:
 
     Raises NotNative, with the reason, if the native decoder would compute something else.
     """
+    config = _text_part(config)
     if config.model_type not in _FAMILIES:
         raise NotNative(f"there is no native decoder for model type {config.model_type}")
     if not getattr(config, "is_causal", True):
@@ -152,6 +172,7 @@ def read_spec(config: Any) -> DecoderSpec:
     _check_ropes(config)
     num_layers, family = config.num_hidden_layers, config.model_type
     is_granite, is_olmo = family == "granite", family in ("olmo2", "olmo3")
+    is_qwen3_5 = family == "qwen3_5_text"
     has_attention_bias = family in _FAMILIES_OF_ATTENTION_BIAS and bool(config.attention_bias)
     return DecoderSpec(
         model_type=family,
@@ -167,7 +188,8 @@ def read_spec(config: Any) -> DecoderSpec:
         has_qk_norm=is_gemma or is_olmo or family.startswith("qwen3"),
         qk_norm_spans_heads=is_olmo,
         has_sinks=family == "gpt_oss",
-        norms_are_offset=is_gemma,
+        has_gates=is_qwen3_5,
+        norms_are_offset=is_gemma or is_qwen3_5,
         has_qkv_bias=family == "qwen2" or has_attention_bias,
         has_out_bias=has_attention_bias,
         is_joined=family == "phi3",
@@ -177,10 +199,15 @@ def read_spec(config: Any) -> DecoderSpec:
         attention_scale=_attention_scale(config),
         residual_scale=_factor(config.residual_multiplier) if is_granite else None,
         logits_divisor=_factor(config.logits_scaling) if is_granite else None,
+        recurrences=tuple(_recurrence(config, layer) for layer in range(num_layers)),
         windows=_windows(config),
         dense=_dense(config),
         experts=tuple(_experts(config, layer) for layer in range(num_layers)),
     )
+
+
+def _text_part(config: Any) -> Any:
+    return config.text_config if config.model_type in _WITH_TEXT_PART else config
 
 
 def _attention_scale(config: Any) -> float:
@@ -199,12 +226,13 @@ def _factor(value: float) -> float | None:
 
 
 def rotary_table(config: Any, num_positions: int) -> Tensor:
-    """[num_positions, head_dim] fp32, the cosines of each position's angles, then the sines.
+    """[num_positions, rotary_dim] fp32, the cosines of each position's angles, then the sines.
 
-    Where each kind of layers has its own, [2, num_positions, head_dim]: of those without a window, then of
+    Where each kind of layers has its own, [2, num_positions, rotary_dim]: of those without a window, then of
     those with one.
     Source: Su et al. 2021, eq. 34; scaled kinds by the functions that transformers publishes.
     """
+    config = _text_part(config)
     tables = [_table(config, kind, rope, num_positions) for kind, rope in _ropes(config).items()]
     return tables[0] if len(tables) == 1 else torch.stack(tables)
 
@@ -224,9 +252,9 @@ def _table(config: Any, kind: str | None, rope: Mapping[str, Any], num_positions
 
 
 def _plain_frequencies(config: Any, rope: Mapping[str, Any]) -> Tensor:
-    """[head_dim / 2] fp32, radians per position."""
-    head_dim = _head_dim(config)
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    """[rotary_dim / 2] fp32, radians per position."""
+    rotary_dim = int(_head_dim(config) * rope.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     frequencies: Tensor = 1.0 / (rope["rope_theta"] ** exponents)
     return frequencies
 
@@ -244,7 +272,8 @@ def _check_ropes(config: Any) -> None:
         stated, where = rope.get("rope_type"), "" if kind is None else f" of {kind}"
         if stated not in _ROPE_TYPES:
             raise NotNative(f"rope_type{where} is {stated}, the native decoder has {', '.join(_ROPE_TYPES)}")
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        is_whole = rope.get("partial_rotary_factor", 1.0) == 1.0
+        if not is_whole and config.model_type not in _FAMILIES_OF_PARTIAL_ROPE:
             raise NotNative("rope rotates only a part of each head")
 
 
@@ -260,6 +289,20 @@ def _ropes(config: Any) -> dict[str | None, Mapping[str, Any]]:
 
 def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _recurrence(config: Any, layer: int) -> DeltaSpec | None:
+    if config.model_type not in _FAMILIES_OF_RECURRENCES or config.layer_types[layer] == "full_attention":
+        return None
+    if config.layer_types[layer] != "linear_attention":
+        raise NotNative(f"layer {layer} is of kind {config.layer_types[layer]}")
+    return DeltaSpec(
+        num_key_heads=config.linear_num_key_heads,
+        key_dim=config.linear_key_head_dim,
+        num_heads=config.linear_num_value_heads,
+        head_dim=config.linear_value_head_dim,
+        conv_width=config.linear_conv_kernel_dim,
+    )
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:

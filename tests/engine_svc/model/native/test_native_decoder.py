@@ -21,11 +21,11 @@ from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.model.native.spec import NotNative, read_spec, rotary_table
 from tests.engine_svc.model.checkpoints import MAX_POSITION, VOCAB_SIZE, make_checkpoint
 from tests.engine_svc.model.loading.gguf.gguf_models import write_model
-from triptych_kernels import REFERENCE, AttentionBatch, ops_for
+from triptych_kernels import REFERENCE, AttentionBatch, StateBatch, ops_for
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "gemma3", "granite", "olmo2", "olmo3",
-    "gpt_oss",
+    "gpt_oss", "qwen3_5",
 )  # fmt: skip
 NUM_TOKENS = 90
 BLOCK_SIZE = 4
@@ -45,12 +45,20 @@ def logits_in_chunks(loaded: LoadedModel, token_ids: torch.Tensor, ends: list[in
         )
         for shape in loaded.facts.kv_shapes
     ]
+    # A new row reads no state: what was in its slot before must reach no result.
+    state_layers = [
+        tuple(torch.full((1, *part), float("nan")) for part in shape.parts)
+        for shape in loaded.facts.state_shapes
+    ]
     parts, start = [], 0
     for end in ends:
         positions = torch.arange(start, end)
         slots = table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
         batch = AttentionBatch.of(table[None], [end - start], [end], BLOCK_SIZE)
         context = ForwardContext(layers, [slots], [batch])
+        if state_layers:
+            context.states = StateBatch.of([end - start], [end], [0 if start else -1], [0])
+            context.state_layers = state_layers
         parts.append(
             loaded.model.forward(token_ids[start:end], positions, torch.arange(end - start), context)
         )
@@ -88,7 +96,8 @@ def test_logits_have_the_same_bits_however_the_prompt_is_cut(family, tmp_path):
         pytest.skip("this machine has no native kernels")
     token_ids = some_tokens()
     whole = logits_in_chunks(ours, token_ids, [NUM_TOKENS])
-    for ends in ([1, 38, 39, 70, NUM_TOKENS], list(range(1, NUM_TOKENS + 1)), [64, NUM_TOKENS]):
+    sevens = [*range(7, NUM_TOKENS, 7), NUM_TOKENS]
+    for ends in ([1, 38, 39, 70, NUM_TOKENS], list(range(1, NUM_TOKENS + 1)), sevens, [64, NUM_TOKENS]):
         assert torch.equal(logits_in_chunks(ours, token_ids, ends), whole)
 
 
@@ -99,7 +108,8 @@ def test_layers_as_one_op_have_the_bits_of_their_ops(family, tmp_path):
     if not ours.ops.is_batch_invariant:
         pytest.skip("this machine has no native kernels")
     assert isinstance(ours.model, NativeDecoder)
-    assert (ours.model.fused is not None) == (family not in ("mixtral", "qwen3_moe", "gpt_oss"))
+    is_dense = family not in ("mixtral", "qwen3_moe", "gpt_oss") and not ours.facts.state_shapes
+    assert (ours.model.fused is not None) == is_dense
     fused = logits_in_chunks(ours, some_tokens(), [38, 39, NUM_TOKENS])
     ours.model.fused = None
     assert torch.equal(logits_in_chunks(ours, some_tokens(), [38, 39, NUM_TOKENS]), fused)
