@@ -23,6 +23,7 @@ from engine_svc.model.native.layers import (
     GatedFeedForward,
     MixtureOfExperts,
     Projection,
+    SharedExpert,
     SharedMixture,
 )
 from engine_svc.model.native.recurrence import Convolution, DeltaRule
@@ -176,10 +177,12 @@ class DecoderBuilder:
         # Experts have an intermediate size of their own.
         has_dense = not all(spec.experts)
         recurrence = next((each for each in spec.recurrences if each is not None), None)
+        shared = next((each.shared for each in spec.experts if each is not None), None)
         for what, number in (
             ("attention heads", spec.num_heads),
             ("heads of linear attention", 0 if recurrence is None else recurrence.num_heads),
             ("intermediate size", spec.dense.intermediate_size if has_dense else 0),
+            ("channels of the shared expert", 0 if shared is None else shared.intermediate_size),
             ("vocabulary", spec.vocab_size),
         ):
             if number % ranks:
@@ -265,6 +268,9 @@ class DecoderBuilder:
             else self._mixture(prefix, experts, index),
             eps=spec.eps,
             residual_scale=spec.residual_scale,
+            shared_expert=None
+            if experts is None or experts.shared is None
+            else self._shared_expert(prefix, experts, experts.shared),
             **norms,
         )
 
@@ -417,6 +423,11 @@ class DecoderBuilder:
             return mixture
         return SharedMixture(mixture, self.share.exchange, is_last_layer=index == self.spec.num_layers - 1)
 
+    def _shared_expert(self, prefix: str, experts: ExpertsSpec, shared: DenseSpec) -> SharedExpert:
+        name, hidden = experts.shared_gate_name, self.spec.hidden_size
+        gate = None if name is None else self.linear(prefix + name + ".weight", 1, hidden)
+        return SharedExpert(self.ops, self._dense(prefix, shared), gate)
+
     def _experts(self, prefix: str, experts: ExpertsSpec, first: int, end: int) -> Experts:
         if first == end:
             return NoExperts()
@@ -428,7 +439,9 @@ class DecoderBuilder:
         share = total // ranks
 
         def pack() -> Experts:
-            read = self._read_stacked if experts.is_stacked else self._read_single
+            read = self._read_alternating if experts.is_alternating else self._read_single
+            if experts.stacked_names is not None and prefix + experts.stacked_names[0] in self.weights.names:
+                read = self._read_stacked
             weights = [read(prefix, experts, expert, rank * share, share) for expert in range(first, end)]
             biases = None
             if experts.has_bias:
@@ -463,7 +476,21 @@ class DecoderBuilder:
     def _read_stacked(
         self, prefix: str, experts: ExpertsSpec, expert: int, first: int, count: int
     ) -> tuple[Weight, Weight]:
-        """The same of a checkpoint that has all experts' weights as one."""
+        """The same of weights of all experts, [E, outputs, inputs], gates over ups."""
+        num_experts, hidden, total = experts.num_experts, self.spec.hidden_size, experts.intermediate_size
+        assert experts.stacked_names is not None, "only such experts are read as this"
+        names, shapes = experts.stacked_names, ((2 * total, hidden), (hidden, total))
+        gate_up, down = (
+            as_tensor(self._weight(prefix + name, (num_experts, *shape), 0, expert, 1))[0]
+            for name, shape in zip(names, shapes, strict=True)
+        )
+        own = slice(first, first + count)
+        return torch.cat([gate_up[:total][own], gate_up[total:][own]]), down[:, own]
+
+    def _read_alternating(
+        self, prefix: str, experts: ExpertsSpec, expert: int, first: int, count: int
+    ) -> tuple[Weight, Weight]:
+        """The same of weights of all experts, [E, inputs, outputs], gates alternating with ups."""
         num_experts, hidden, total = experts.num_experts, self.spec.hidden_size, experts.intermediate_size
         gate_up_name, down_name = prefix + experts.gate_name, prefix + experts.down_name
         gate_up = self._expert(gate_up_name, (num_experts, hidden, 2 * total), expert)

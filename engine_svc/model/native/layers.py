@@ -212,6 +212,23 @@ class SharedMixture:
 
 
 @dataclass(slots=True)
+class SharedExpert:
+    """A network that every token passes, beside the experts that it chooses."""
+
+    ops: Ops
+    network: FeedForward
+    gate: Linear | None  # of one output: what the network gives is multiplied by its sigmoid
+
+    def __call__(self, x: Tensor, slots: Tensor | None) -> Tensor:
+        """x: [T, hidden].  slots: [T]. Returns [T, hidden], this rank's share of it."""
+        added = self.network(x, slots)
+        if self.gate is None:
+            return added
+        opened = self.gate(x)
+        return added.mul_(self.ops.sigmoid_and_mul(torch.cat([opened, torch.ones_like(opened)], dim=1)))
+
+
+@dataclass(slots=True)
 class DecoderLayer:
     """A mixer and a feed-forward network, with norms of what each reads or of what it adds, or of both."""
 
@@ -225,6 +242,7 @@ class DecoderLayer:
     attention_out_norm: Tensor | None = None  # of what the mixer adds to the residual
     feed_forward_out_norm: Tensor | None = None
     residual_scale: float | None = None  # of what is added to the residual, normed or not
+    shared_expert: SharedExpert | None = None  # adds to what the feed-forward network gives
 
     def as_dense(self, cos_sin: Tensor) -> DenseLayer | None:
         """The weights of this layer for ops that compute whole layers; None if it has parts that they lack.
@@ -266,7 +284,8 @@ class DecoderLayer:
     @property
     def projections(self) -> list[Projection]:
         """Those that adapters may add to, in the order in which a forward runs them."""
-        return [*self.mixer.projections, *self.feed_forward.projections]
+        shared = () if self.shared_expert is None else self.shared_expert.network.projections
+        return [*self.mixer.projections, *self.feed_forward.projections, *shared]
 
     def enter(self, residual: Tensor) -> Tensor:
         """What the mixer reads of the residual, [T, hidden], or the residual itself."""
@@ -291,7 +310,10 @@ class DecoderLayer:
             residual = residual[rows]
         summand = self._summand(mixed, self.attention_out_norm)
         x = add_and_norm(self.ops, summand, residual, self.post_attention_norm, self.eps)
-        added = self.feed_forward(x, context.low_rank_slots_of(rows), context.expert_choices)
+        slots = context.low_rank_slots_of(rows)
+        added = self.feed_forward(x, slots, context.expert_choices)
+        if self.shared_expert is not None:
+            added = added.add_(self.shared_expert(x, slots))
         return self._summand(self.parallel.all_reduce(added), self.feed_forward_out_norm), residual
 
     def _summand(self, x: Tensor, norm: Tensor | None) -> Tensor:

@@ -32,12 +32,16 @@ _GPT_OSS_EXPERTS = (
     "mlp.experts.gate_up_proj",
     "mlp.experts.down_proj",
 )
+# Published checkpoints have the weights of all experts as one.
+_QWEN3_5_STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+_QWEN3_5_SHARED = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj")
 _FAMILIES = (
     "llama", "mistral", "phi3", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "granite", "olmo2",
-    "olmo3", "gpt_oss", "qwen3_5_text",
+    "olmo3", "gpt_oss", "qwen3_5_text", "qwen3_5_moe_text",
 )  # fmt: skip
+_QWEN3_5 = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
 # Model types of checkpoints whose text part is a decoder of a family.
-_WITH_TEXT_PART = frozenset({"qwen3_5"})
+_WITH_TEXT_PART = frozenset({"qwen3_5", "qwen3_5_moe"})
 # Settings of families that the native decoder has with one value alone.
 _GEMMA_SETTINGS = {
     "attention_bias": False,
@@ -51,15 +55,15 @@ _GATES = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # names of the ops
 # Families in which each layer states its own kind, with a window or without.
 _FAMILIES_OF_LAYER_TYPES = frozenset({"qwen2", "qwen3", "gemma3_text", "olmo3", "gpt_oss"})
 # Families in which a layer has attention without a window, or a recurrence.
-_FAMILIES_OF_RECURRENCES = frozenset({"qwen3_5_text"})
+_FAMILIES_OF_RECURRENCES = _QWEN3_5
 # Families in which rope may rotate only a part of each head.
-_FAMILIES_OF_PARTIAL_ROPE = frozenset({"qwen3_5_text"})
+_FAMILIES_OF_PARTIAL_ROPE = _QWEN3_5
 # Those of them in which each kind has a rope of its own.
 _FAMILIES_OF_ROPES = frozenset({"gemma3_text", "olmo3"})
 _KINDS = ("full_attention", "sliding_attention")
 # The code of the other families ignores this setting.
 _FAMILIES_OF_ATTENTION_BIAS = frozenset(
-    {"llama", "qwen3", "qwen3_moe", "granite", "olmo2", "olmo3", "gpt_oss", "qwen3_5_text"}
+    {"llama", "qwen3", "qwen3_moe", "granite", "olmo2", "olmo3", "gpt_oss", *_QWEN3_5}
 )
 # With other types, a row's angles depend on the longest row of the batch, or on its own length.
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
@@ -90,8 +94,12 @@ class ExpertsSpec:
     down_name: str
     gate: str = "silu"  # see PackExperts
     # The checkpoint has the weights of all experts as one, [E, inputs, outputs], gates alternating with ups.
-    is_stacked: bool = False
+    is_alternating: bool = False
+    # Names of such weights, gates over ups, and down, [E, outputs, inputs]; read where the checkpoint has them.
+    stacked_names: tuple[str, str] | None = None
     has_bias: bool = False  # each projection, and the router
+    shared: DenseSpec | None = None  # that every token passes, too
+    shared_gate_name: str | None = None  # a projection by whose sigmoid what it gives is multiplied
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +180,7 @@ def read_spec(config: Any) -> DecoderSpec:
     _check_ropes(config)
     num_layers, family = config.num_hidden_layers, config.model_type
     is_granite, is_olmo = family == "granite", family in ("olmo2", "olmo3")
-    is_qwen3_5 = family == "qwen3_5_text"
+    is_qwen3_5 = family in _QWEN3_5
     has_attention_bias = family in _FAMILIES_OF_ATTENTION_BIAS and bool(config.attention_bias)
     return DecoderSpec(
         model_type=family,
@@ -318,7 +326,8 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 def _dense(config: Any) -> DenseSpec:
     has_bias = config.model_type in ("llama", "granite") and bool(config.mlp_bias)
     names = _PHI_DENSE if config.model_type == "phi3" else _DENSE
-    return DenseSpec(config.intermediate_size, *names, has_bias=has_bias)
+    # Of a family whose layers all have experts, a config need not have it.
+    return DenseSpec(getattr(config, "intermediate_size", 0), *names, has_bias=has_bias)
 
 
 def _experts(config: Any, layer: int) -> ExpertsSpec | None:
@@ -338,8 +347,19 @@ def _experts(config: Any, layer: int) -> ExpertsSpec | None:
             True,
             *_GPT_OSS_EXPERTS,
             gate="clamped_swiglu",
-            is_stacked=True,
+            is_alternating=True,
             has_bias=True,
+        )
+    if config.model_type == "qwen3_5_moe_text":
+        return ExpertsSpec(
+            config.num_experts,
+            config.num_experts_per_tok,
+            config.moe_intermediate_size,
+            True,
+            *_QWEN_EXPERTS,
+            stacked_names=_QWEN3_5_STACKED,
+            shared=DenseSpec(config.shared_expert_intermediate_size, *_QWEN3_5_SHARED),
+            shared_gate_name="mlp.shared_expert_gate",
         )
     if config.model_type == "qwen3_moe":
         is_dense = layer in (config.mlp_only_layers or ()) or (layer + 1) % config.decoder_sparse_step

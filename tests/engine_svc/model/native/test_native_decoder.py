@@ -25,7 +25,7 @@ from triptych_kernels import REFERENCE, AttentionBatch, StateBatch, ops_for
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "gemma3", "granite", "olmo2", "olmo3",
-    "gpt_oss", "qwen3_5",
+    "gpt_oss", "qwen3_5", "qwen3_5_moe",
 )  # fmt: skip
 NUM_TOKENS = 90
 BLOCK_SIZE = 4
@@ -287,6 +287,37 @@ def test_a_gpt_oss_with_yarn_and_all_its_biases(tmp_path):
 
     change_weights(tmp_path, fill_biases)
     assert_computes_what_transformers_does(tmp_path)
+
+
+def test_a_decoder_may_be_the_text_part_of_a_model_with_stacked_experts(tmp_path):
+    make_checkpoint("qwen3_5_moe", tmp_path)
+    plain = load_model(tmp_path, NATIVE)
+    text_config = json.loads((tmp_path / "config.json").read_text())
+    whole = {"model_type": "qwen3_5_moe", "text_config": text_config}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+
+    def rename(weights: dict[str, torch.Tensor]) -> None:
+        body = {name.split("layers.", 1)[-1]: name for name in weights if ".experts." in name}
+        for layer in range(3):
+            gates, ups, downs = (
+                [
+                    weights.pop(body[f"{layer}.mlp.experts.{expert}.{part}_proj.weight"])
+                    for expert in range(text_config["num_experts"])
+                ]
+                for part in ("gate", "up", "down")
+            )
+            prefix = f"model.layers.{layer}.mlp.experts."
+            weights[prefix + "gate_up_proj"] = torch.cat([torch.stack(gates), torch.stack(ups)], dim=1)
+            weights[prefix + "down_proj"] = torch.stack(downs)
+        for name in [name for name in weights if not name.startswith(("lm_head", "model.language_model"))]:
+            weights["model.language_model." + name.removeprefix("model.")] = weights.pop(name)
+
+    change_weights(tmp_path, rename)
+    part = load_model(tmp_path, NATIVE)
+    token_ids = some_tokens()
+    logits = [logits_in_chunks(each, token_ids, [NUM_TOKENS]) for each in (plain, part)]
+    assert torch.equal(*logits)
+    assert plain.facts.num_parameters == part.facts.num_parameters
 
 
 @pytest.mark.parametrize("name", ["swiglu_limit", "swiglu_alpha"])
