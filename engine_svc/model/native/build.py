@@ -21,13 +21,14 @@ from engine_svc.model.native.layers import (
     DecoderLayer,
     FeedForward,
     GatedFeedForward,
+    Mixer,
     MixtureOfExperts,
     Projection,
     SharedExpert,
     SharedMixture,
 )
-from engine_svc.model.native.recurrence import Convolution, DeltaRule
-from engine_svc.model.native.spec import DecoderSpec, DeltaSpec, DenseSpec, ExpertsSpec
+from engine_svc.model.native.recurrence import Convolution, DeltaRule, StateScan
+from engine_svc.model.native.spec import DecoderSpec, DeltaSpec, DenseSpec, ExpertsSpec, ScanSpec
 from engine_svc.model.parallel import Parallel
 from triptych_kernels import (
     ExpertBiases,
@@ -140,7 +141,7 @@ class DecoderBuilder:
                 if recurrence is None
             ),
             state_shapes=tuple(
-                layer.mixer.state_shape for layer in layers if isinstance(layer.mixer, DeltaRule)
+                layer.mixer.state_shape for layer in layers if isinstance(layer.mixer, DeltaRule | StateScan)
             ),
             hidden_size=spec.hidden_size,
             dtype=self.dtype,
@@ -177,10 +178,11 @@ class DecoderBuilder:
         # Experts have an intermediate size of their own.
         has_dense = not all(spec.experts)
         recurrence = next((each for each in spec.recurrences if each is not None), None)
+        groups = 1 if recurrence is None else recurrence.num_groups
         shared = next((each.shared for each in spec.experts if each is not None), None)
         for what, number in (
             ("attention heads", spec.num_heads),
-            ("heads of linear attention", 0 if recurrence is None else recurrence.num_heads),
+            ("heads of recurrences", 0 if recurrence is None else recurrence.num_heads),
             ("intermediate size", spec.dense.intermediate_size if has_dense else 0),
             ("channels of the shared expert", 0 if shared is None else shared.intermediate_size),
             ("vocabulary", spec.vocab_size),
@@ -189,6 +191,8 @@ class DecoderBuilder:
                 raise UnsupportedModel(f"{number} {what} do not divide over {ranks} tensor-parallel ranks")
         if spec.num_kv_heads % ranks and ranks % spec.num_kv_heads:
             raise UnsupportedModel(f"{spec.num_kv_heads} KV heads do not divide over {ranks} ranks")
+        if groups % ranks and ranks % groups:
+            raise UnsupportedModel(f"{groups} groups of recurrences do not divide over {ranks} ranks")
         if self.parallel.pp_size > spec.num_layers:
             raise UnsupportedModel(f"{spec.num_layers} layers do not make {self.parallel.pp_size} stages")
 
@@ -254,15 +258,13 @@ class DecoderBuilder:
 
         local_index: among this rank's layers that have attention too, or a recurrence too.
         """
-        spec, experts, recurrence = self.spec, self.spec.experts[index], self.spec.recurrences[index]
+        spec, experts = self.spec, self.spec.experts[index]
         names = _NORMS[spec.norms]
         norms = {part: self.vector(prefix + name, spec.hidden_size) for part, name in names.items()}
         return DecoderLayer(
             ops=self.ops,
             parallel=self.parallel,
-            mixer=self._attention(prefix + "self_attn.", index, local_index)
-            if recurrence is None
-            else self._delta_rule(prefix + "linear_attn.", recurrence, local_index),
+            mixer=self._mixer(prefix, index, local_index),
             feed_forward=self._dense(prefix, spec.dense)
             if experts is None
             else self._mixture(prefix, experts, index),
@@ -273,6 +275,14 @@ class DecoderBuilder:
             else self._shared_expert(prefix, experts, experts.shared),
             **norms,
         )
+
+    def _mixer(self, prefix: str, index: int, local_index: int) -> Mixer:
+        recurrence = self.spec.recurrences[index]
+        if isinstance(recurrence, DeltaSpec):
+            return self._delta_rule(prefix + "linear_attn.", recurrence, local_index)
+        if isinstance(recurrence, ScanSpec):
+            return self._scan(prefix + "mamba.", recurrence, local_index)
+        return self._attention(prefix + "self_attn.", index, local_index)
 
     def _attention(self, prefix: str, index: int, local_index: int) -> Attention:
         spec, rank, ranks = self.spec, self.parallel.tp_rank, self.parallel.tp_size
@@ -343,10 +353,10 @@ class DecoderBuilder:
 
     def _delta_rule(self, prefix: str, delta: DeltaSpec, local_index: int) -> DeltaRule:
         hidden, rank, ranks = self.spec.hidden_size, self.parallel.tp_rank, self.parallel.tp_size
-        num_heads, num_key_heads = delta.num_heads // ranks, max(1, delta.num_key_heads // ranks)
+        num_heads, num_groups = delta.num_heads // ranks, max(1, delta.num_groups // ranks)
         head, dim = rank * num_heads, delta.head_dim
         # With fewer key heads than ranks, neighbouring ranks hold the same head.
-        keys = _times(delta.key_dim, delta.num_key_heads, rank * delta.num_key_heads // ranks, num_key_heads)
+        keys = _times(delta.key_dim, delta.num_groups, rank * delta.num_groups // ranks, num_groups)
         values, numbers = _times(dim, delta.num_heads, head, num_heads), (delta.num_heads, head, num_heads)
         channels = [(prefix + "conv1d", *part) for part in (keys, keys, values)]
         rows = [
@@ -363,13 +373,46 @@ class DecoderBuilder:
             inputs=self._rows_linear(rows, hidden, False, self.ops.pack_linear),
             convolution=self._convolution(prefix + "conv1d", channels, delta.conv_width, False),
             out=self._columns_linear(prefix + "out_proj", hidden, *values, False),
-            num_key_heads=num_key_heads,
+            num_groups=num_groups,
             key_dim=delta.key_dim,
             num_heads=num_heads,
             head_dim=dim,
             rates=-self._numbers(prefix + "A_log", *numbers).exp(),
             dt_bias=self._numbers(prefix + "dt_bias", *numbers),
             norm=norm,
+            eps=self.spec.eps,
+        )
+
+    def _scan(self, prefix: str, scan: ScanSpec, local_index: int) -> StateScan:
+        hidden, rank, ranks = self.spec.hidden_size, self.parallel.tp_rank, self.parallel.tp_size
+        num_heads, num_groups = scan.num_heads // ranks, max(1, scan.num_groups // ranks)
+        head = rank * num_heads
+        # With fewer groups than ranks, neighbouring ranks hold the same group.
+        groups = _times(scan.state_size, scan.num_groups, rank * scan.num_groups // ranks, num_groups)
+        numbers = (scan.num_heads, head, num_heads)
+        values = _times(scan.head_dim, *numbers)
+        channels = [(prefix, *part) for part in (values, groups, groups)]
+        rows = _joined(prefix + "in_proj", [(prefix, *values), *channels, (prefix, *numbers)])
+        norm = self._read(prefix + "norm.weight", values[:1], 0, *values[1:])
+        self._count(norm, norm.nbytes)
+        return StateScan(
+            ops=self.ops,
+            parallel=self.parallel,
+            layer=local_index,
+            inputs=self._rows_linear(rows, hidden, scan.has_bias, self.ops.pack_linear),
+            convolution=self._convolution(prefix + "conv1d", channels, scan.conv_width, scan.has_conv_bias),
+            out=self._columns_linear(prefix + "out_proj", hidden, *values, scan.has_bias),
+            num_groups=num_groups,
+            state_size=scan.state_size,
+            num_heads=num_heads,
+            head_dim=scan.head_dim,
+            rates=-self._numbers(prefix + "A_log", *numbers).exp(),
+            skips=self._numbers(prefix + "D", *numbers),
+            dt_bias=self._numbers(prefix + "dt_bias", *numbers),
+            dt_limit=scan.dt_limit,
+            norm=norm,
+            unit=norm.new_ones(values[0] // scan.num_groups),
+            norm_spans_ranks=scan.num_groups < ranks,
             eps=self.spec.eps,
         )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.facts import StateShape
 from engine_svc.model.native.layers import Projection
+from engine_svc.model.parallel import Parallel
 from triptych_kernels import Ops, StateBatch
 
 
@@ -41,7 +42,7 @@ class DeltaRule:
     inputs: Projection  # queries, keys and values; gates; b; a
     convolution: Convolution
     out: Projection
-    num_key_heads: int  # on this rank, as num_heads
+    num_groups: int  # key heads on this rank, as num_heads
     key_dim: int
     num_heads: int
     head_dim: int
@@ -63,8 +64,8 @@ class DeltaRule:
     ) -> Tensor:
         batch = _batch_of(context)
         last_inputs, states = context.state_layers[self.layer]
-        keys, values = (self.num_key_heads, self.key_dim), (self.num_heads, self.head_dim)
-        key_width, width = self.num_key_heads * self.key_dim, self.num_heads * self.head_dim
+        keys, values = (self.num_groups, self.key_dim), (self.num_heads, self.head_dim)
+        key_width, width = self.num_groups * self.key_dim, self.num_heads * self.head_dim
         inputs, gate, b, a = self.inputs(x, context.low_rank_slots).split(
             [2 * key_width + width, width, self.num_heads, self.num_heads], dim=1
         )
@@ -86,6 +87,78 @@ class DeltaRule:
         normed = self.ops.rms_norm(attended, self.norm, self.eps).flatten(1)
         gated = self.ops.silu_and_mul(torch.cat([gate, normed], dim=1))
         return self.out(gated, context.low_rank_slots_of(rows))
+
+
+@dataclass(slots=True)
+class StateScan:
+    """The state space recurrence of Mamba-2; its heads are gated and normed, group by group."""
+
+    ops: Ops
+    parallel: Parallel
+    layer: int  # index among this rank's layers with states
+    inputs: Projection  # gates; x, B and C; dt
+    convolution: Convolution
+    out: Projection
+    num_groups: int  # on this rank, as num_heads
+    state_size: int
+    num_heads: int
+    head_dim: int
+    rates: Tensor  # A of the op, as D, dt_bias and dt_limit
+    skips: Tensor
+    dt_bias: Tensor
+    dt_limit: tuple[float, float]
+    norm: Tensor  # [num_heads * head_dim]
+    unit: Tensor  # ones, as many as a group's heads have values: groups are normed before they are weighed
+    norm_spans_ranks: bool  # a group's heads are on several
+    eps: float
+
+    @property
+    def state_shape(self) -> StateShape:
+        return StateShape((self.convolution.state_shape, (self.num_heads, self.state_size, self.head_dim)))
+
+    @property
+    def projections(self) -> Sequence[Projection]:
+        return self.inputs, self.out
+
+    def __call__(
+        self, x: Tensor, positions: Tensor, cos_sin: Tensor, context: ForwardContext, rows: Tensor | None
+    ) -> Tensor:
+        batch = _batch_of(context)
+        last_inputs, states = context.state_layers[self.layer]
+        width, group_width = self.num_heads * self.head_dim, self.num_groups * self.state_size
+        groups = (self.num_groups, self.state_size)
+        gate, inputs, dt = self.inputs(x, context.low_rank_slots).split(
+            [width, width + 2 * group_width, self.num_heads], dim=1
+        )
+        convolved = self.convolution(inputs, last_inputs, batch)
+        heads, B, C = convolved.split([width, group_width, group_width], dim=1)
+        y = self.ops.ssd_scan(
+            heads.unflatten(1, (self.num_heads, self.head_dim)),
+            dt,
+            B.unflatten(1, groups),
+            C.unflatten(1, groups),
+            states,
+            batch,
+            A=self.rates,
+            D=self.skips,
+            dt_bias=self.dt_bias,
+            dt_limit=self.dt_limit,
+        ).flatten(1)
+        if rows is not None:
+            y, gate = y[rows], gate[rows]
+        gated = self.ops.silu_and_mul(torch.cat([gate, y], dim=1))
+        return self.out(self._normed(gated), context.low_rank_slots_of(rows))
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """x: [T, num_heads * head_dim]. Returns the same shape."""
+        width = x.shape[1]
+        if self.norm_spans_ranks:
+            x = self.parallel.all_gather(x)
+        normed = self.ops.rms_norm(x.reshape(-1, len(self.unit)), self.unit, self.eps).view(x.shape)
+        if self.norm_spans_ranks:
+            own = self.parallel.tp_rank * width
+            normed = normed[:, own : own + width]
+        return normed * self.norm
 
 
 def _batch_of(context: ForwardContext) -> StateBatch:

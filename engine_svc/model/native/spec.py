@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 # Names of the parts of a dense network, below a layer: gate, up, down.
 _DENSE = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _PHI_DENSE = ("mlp.gate_up_proj", "mlp.gate_up_proj", "mlp.down_proj")
+_GRANITE_SHARED = ("shared_mlp.input_linear", "shared_mlp.input_linear", "shared_mlp.output_linear")
 # The same of a mixture of experts, behind its router.
 _MIXTRAL_EXPERTS = (
     "block_sparse_moe.gate",
@@ -35,13 +37,22 @@ _GPT_OSS_EXPERTS = (
 # Published checkpoints have the weights of all experts as one.
 _QWEN3_5_STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _QWEN3_5_SHARED = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj")
+_GRANITE_EXPERTS = (
+    "block_sparse_moe.router.layer",
+    "block_sparse_moe.input_linear",
+    "block_sparse_moe.input_linear",
+    "block_sparse_moe.output_linear",
+)
+_GRANITE_STACKED = ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight")
 _FAMILIES = (
     "llama", "mistral", "phi3", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "granite", "olmo2",
     "olmo3", "gpt_oss", "qwen3_5_text", "qwen3_5_moe_text",
+    "granitemoehybrid",
 )  # fmt: skip
 _QWEN3_5 = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
 # Model types of checkpoints whose text part is a decoder of a family.
 _WITH_TEXT_PART = frozenset({"qwen3_5", "qwen3_5_moe"})
+_GRANITE = frozenset({"granite", "granitemoehybrid"})
 # Settings of families that the native decoder has with one value alone.
 _GEMMA_SETTINGS = {
     "attention_bias": False,
@@ -55,7 +66,7 @@ _GATES = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # names of the ops
 # Families in which each layer states its own kind, with a window or without.
 _FAMILIES_OF_LAYER_TYPES = frozenset({"qwen2", "qwen3", "gemma3_text", "olmo3", "gpt_oss"})
 # Families in which a layer has attention without a window, or a recurrence.
-_FAMILIES_OF_RECURRENCES = _QWEN3_5
+_FAMILIES_OF_RECURRENCES = frozenset({*_QWEN3_5, "granitemoehybrid"})
 # Families in which rope may rotate only a part of each head.
 _FAMILIES_OF_PARTIAL_ROPE = _QWEN3_5
 # Those of them in which each kind has a rope of its own.
@@ -63,7 +74,7 @@ _FAMILIES_OF_ROPES = frozenset({"gemma3_text", "olmo3"})
 _KINDS = ("full_attention", "sliding_attention")
 # The code of the other families ignores this setting.
 _FAMILIES_OF_ATTENTION_BIAS = frozenset(
-    {"llama", "qwen3", "qwen3_moe", "granite", "olmo2", "olmo3", "gpt_oss", *_QWEN3_5}
+    {"llama", "qwen3", "qwen3_moe", "granite", "olmo2", "olmo3", "gpt_oss", "granitemoehybrid", *_QWEN3_5}
 )
 # With other types, a row's angles depend on the longest row of the batch, or on its own length.
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
@@ -95,7 +106,7 @@ class ExpertsSpec:
     gate: str = "silu"  # see PackExperts
     # The checkpoint has the weights of all experts as one, [E, inputs, outputs], gates alternating with ups.
     is_alternating: bool = False
-    # Names of such weights, gates over ups, and down, [E, outputs, inputs]; read where the checkpoint has them.
+    # Names of weights of all experts, [E, outputs, inputs]: gates over ups, and down. Read if they are there.
     stacked_names: tuple[str, str] | None = None
     has_bias: bool = False  # each projection, and the router
     shared: DenseSpec | None = None  # that every token passes, too
@@ -106,11 +117,25 @@ class ExpertsSpec:
 class DeltaSpec:
     """Linear attention by the gated delta rule, in place of attention."""
 
-    num_key_heads: int
+    num_groups: int  # key heads, each of which several heads share
     key_dim: int
     num_heads: int
     head_dim: int
     conv_width: int  # tokens that a channel's convolution reads
+
+
+@dataclass(frozen=True, slots=True)
+class ScanSpec:
+    """The state space recurrence of Mamba-2, in place of attention."""
+
+    num_groups: int
+    state_size: int
+    num_heads: int
+    head_dim: int
+    conv_width: int  # tokens that a channel's convolution reads
+    has_conv_bias: bool
+    has_bias: bool  # the other projections
+    dt_limit: tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +166,7 @@ class DecoderSpec:
     attention_scale: float  # of a query's product with a key
     residual_scale: float | None  # of what attention and the feed-forward network add to the residual
     logits_divisor: float | None
-    recurrences: tuple[DeltaSpec | None, ...]  # per layer; None has attention
+    recurrences: tuple[DeltaSpec | ScanSpec | None, ...]  # per layer; None has attention
     windows: tuple[int | None, ...]  # per layer
     dense: DenseSpec  # of layers without experts
     experts: tuple[ExpertsSpec | None, ...]  # per layer; None is a dense network
@@ -179,7 +204,7 @@ def read_spec(config: Any) -> DecoderSpec:
         _check_settings(config, _GPT_OSS_SETTINGS)
     _check_ropes(config)
     num_layers, family = config.num_hidden_layers, config.model_type
-    is_granite, is_olmo = family == "granite", family in ("olmo2", "olmo3")
+    is_granite, is_olmo = family in _GRANITE, family in ("olmo2", "olmo3")
     is_qwen3_5 = family in _QWEN3_5
     has_attention_bias = family in _FAMILIES_OF_ATTENTION_BIAS and bool(config.attention_bias)
     return DecoderSpec(
@@ -219,7 +244,7 @@ def _text_part(config: Any) -> Any:
 
 
 def _attention_scale(config: Any) -> float:
-    if config.model_type == "granite":
+    if config.model_type in _GRANITE:
         return float(config.attention_multiplier)
     name = "query_pre_attn_scalar" if config.model_type == "gemma3_text" else "head_dim"
     size = config.query_pre_attn_scalar if config.model_type == "gemma3_text" else _head_dim(config)
@@ -241,6 +266,9 @@ def rotary_table(config: Any, num_positions: int) -> Tensor:
     Source: Su et al. 2021, eq. 34; scaled kinds by the functions that transformers publishes.
     """
     config = _text_part(config)
+    if not _has_rope(config):
+        # Angles of 0 change nothing.
+        return torch.tensor([1.0, 0.0]).repeat(num_positions, 1)
     tables = [_table(config, kind, rope, num_positions) for kind, rope in _ropes(config).items()]
     return tables[0] if len(tables) == 1 else torch.stack(tables)
 
@@ -276,6 +304,8 @@ def _check_settings(config: Any, settings: Mapping[str, Any]) -> None:
 
 def _check_ropes(config: Any) -> None:
     """Raises NotNative for ropes that the native decoder does not compute."""
+    if not _has_rope(config):
+        return
     for kind, rope in _ropes(config).items():
         stated, where = rope.get("rope_type"), "" if kind is None else f" of {kind}"
         if stated not in _ROPE_TYPES:
@@ -283,6 +313,10 @@ def _check_ropes(config: Any) -> None:
         is_whole = rope.get("partial_rotary_factor", 1.0) == 1.0
         if not is_whole and config.model_type not in _FAMILIES_OF_PARTIAL_ROPE:
             raise NotNative("rope rotates only a part of each head")
+
+
+def _has_rope(config: Any) -> bool:
+    return config.model_type != "granitemoehybrid" or bool(config.position_embedding_type == "rope")
 
 
 def _ropes(config: Any) -> dict[str | None, Mapping[str, Any]]:
@@ -299,13 +333,25 @@ def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _recurrence(config: Any, layer: int) -> DeltaSpec | None:
+def _recurrence(config: Any, layer: int) -> DeltaSpec | ScanSpec | None:
     if config.model_type not in _FAMILIES_OF_RECURRENCES or config.layer_types[layer] == "full_attention":
         return None
     if config.layer_types[layer] != "linear_attention":
         raise NotNative(f"layer {layer} is of kind {config.layer_types[layer]}")
+    if config.model_type == "granitemoehybrid":
+        least, most = config.time_step_limit or (0.0, math.inf)
+        return ScanSpec(
+            num_groups=config.mamba_n_groups,
+            state_size=config.mamba_d_state,
+            num_heads=config.mamba_n_heads,
+            head_dim=config.mamba_d_head,
+            conv_width=config.mamba_d_conv,
+            has_conv_bias=bool(config.mamba_conv_bias),
+            has_bias=bool(config.mamba_proj_bias),
+            dt_limit=(float(least), float(most)),
+        )
     return DeltaSpec(
-        num_key_heads=config.linear_num_key_heads,
+        num_groups=config.linear_num_key_heads,
         key_dim=config.linear_key_head_dim,
         num_heads=config.linear_num_value_heads,
         head_dim=config.linear_value_head_dim,
@@ -324,6 +370,8 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _dense(config: Any) -> DenseSpec:
+    if config.model_type == "granitemoehybrid":
+        return DenseSpec(config.shared_intermediate_size, *_GRANITE_SHARED)
     has_bias = config.model_type in ("llama", "granite") and bool(config.mlp_bias)
     names = _PHI_DENSE if config.model_type == "phi3" else _DENSE
     # Of a family whose layers all have experts, a config need not have it.
@@ -349,6 +397,16 @@ def _experts(config: Any, layer: int) -> ExpertsSpec | None:
             gate="clamped_swiglu",
             is_alternating=True,
             has_bias=True,
+        )
+    if config.model_type == "granitemoehybrid" and config.num_local_experts:
+        return ExpertsSpec(
+            config.num_local_experts,
+            config.num_experts_per_tok,
+            config.intermediate_size,
+            True,
+            *_GRANITE_EXPERTS,
+            stacked_names=_GRANITE_STACKED,
+            shared=_dense(config),
         )
     if config.model_type == "qwen3_5_moe_text":
         return ExpertsSpec(

@@ -25,7 +25,7 @@ from triptych_kernels import REFERENCE, AttentionBatch, StateBatch, ops_for
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "gemma3", "granite", "olmo2", "olmo3",
-    "gpt_oss", "qwen3_5", "qwen3_5_moe",
+    "gpt_oss", "qwen3_5", "qwen3_5_moe", "granitemoehybrid",
 )  # fmt: skip
 NUM_TOKENS = 90
 BLOCK_SIZE = 4

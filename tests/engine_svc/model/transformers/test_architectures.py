@@ -40,7 +40,7 @@ WITH_STATES = (
 )  # fmt: skip
 IMPLEMENTATIONS = [
     *((family, "transformers") for family in (*NATIVE, *OTHERS, *WITH_STATES)),
-    *((family, "native") for family in (*NATIVE, "qwen3_5", "qwen3_5_moe")),
+    *((family, "native") for family in (*NATIVE, "granitemoehybrid", "qwen3_5", "qwen3_5_moe")),
 ]
 
 
