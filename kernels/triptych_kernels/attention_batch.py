@@ -40,6 +40,43 @@ class AttentionBatch:
         """[R] int32, number of tokens that each row computes."""
         return self.query_starts.diff()
 
+    def in_local_chunks(self, size: int) -> AttentionBatch:
+        """The same tokens, of which each sees only the tokens of its own chunk of `size`, whole blocks.
+
+        What a row computes of a chunk is a row of its own, with the blocks of that chunk. All is computed on
+        the device, which is not waited for: rows that this leaves without tokens are padding.
+        """
+        if self.max_total_length <= size:
+            return self
+        found = self.derived.get(("local chunks", size))
+        if found is None:
+            found = self.derived["local chunks", size] = self._in_local_chunks(size)
+        return found  # type: ignore[return-value]  # Only this method writes the key.
+
+    def _in_local_chunks(self, size: int) -> AttentionBatch:
+        if size % self.block_size:
+            raise ValueError(f"chunks of {size} tokens are no whole blocks of {self.block_size}")
+        device, num_columns = self.block_tables.device, size // self.block_size
+        # So many chunks can one row's tokens be in.
+        num_chunks = (max(self.max_query_length, 1) + size - 2) // size + 1
+        totals = self.total_lengths[:, None].long()
+        starts = totals - self.query_lengths[:, None]
+        chunks = starts // size + torch.arange(num_chunks, device=device)  # [R, num_chunks]
+        firsts = torch.maximum(chunks * size, starts)
+        ends = torch.minimum((chunks + 1) * size, totals)
+        query_lengths = (ends - firsts).clamp_(min=0).flatten()
+        query_starts = torch.cat([query_lengths.new_zeros(1), query_lengths.cumsum(0)])
+        columns = chunks[..., None] * num_columns + torch.arange(num_columns, device=device)
+        tables = self.block_tables.gather(1, columns.flatten(1).clamp_(max=self.block_tables.shape[1] - 1))
+        return AttentionBatch(
+            block_tables=tables.view(-1, num_columns),
+            query_starts=query_starts.int(),
+            total_lengths=(ends - chunks * size).clamp_(min=0).flatten().int(),
+            block_size=self.block_size,
+            max_query_length=min(self.max_query_length, size),
+            max_total_length=size,
+        )
+
     @classmethod
     def of(
         cls, block_tables: Tensor, query_lengths: Sequence[int], total_lengths: Sequence[int], block_size: int

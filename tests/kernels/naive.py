@@ -21,6 +21,7 @@ def naive_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     soft_cap: float | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     share = query.shape[1] // key_cache.shape[1]
     rows, token = [], 0
@@ -29,6 +30,8 @@ def naive_attention(
     ):
         for position in range(total - num_tokens, total):
             first = 0 if window is None else max(0, position - window + 1)
+            if chunk is not None:
+                first = position // chunk * chunk
             slots = [divmod(key_position, batch.block_size) for key_position in range(first, position + 1)]
             blocks = [int(batch.block_tables[row, block]) for block, _ in slots]
             offsets = [offset for _, offset in slots]

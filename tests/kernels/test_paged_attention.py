@@ -41,6 +41,24 @@ def test_a_window_hides_older_tokens(lengths, window):
     assert_matches(paged_case(lengths), window=window)
 
 
+@pytest.mark.parametrize("chunk", [4, 12, 64, 500])
+@pytest.mark.parametrize("lengths", [DECODE, PREFILL, MIXED], ids=["decode", "prefill", "mixed"])
+def test_a_local_chunk_hides_the_tokens_before_it(lengths, chunk):
+    case = paged_case(lengths)
+    batch = case.batch.in_local_chunks(chunk)
+    assert batch is case.batch.in_local_chunks(chunk), "layers share it"
+    output = paged_attention(case.query, case.key_cache, case.value_cache, batch, scale=case.scale)
+    expected = naive_attention(
+        case.query, case.key_cache, case.value_cache, case.batch, case.scale, chunk=chunk
+    )
+    torch.testing.assert_close(output.double(), expected, rtol=0.0, atol=2e-6)
+
+
+def test_local_chunks_are_whole_blocks():
+    with pytest.raises(ValueError, match="chunks of 6 tokens are no whole blocks of 4"):
+        paged_case([(1, 9)]).batch.in_local_chunks(6)
+
+
 @pytest.mark.parametrize(
     "options", [{"soft_cap": 0.7}, {"sinks": torch.tensor([0.5, -2.0, 3.0, 0.0])}], ids=["cap", "sinks"]
 )

@@ -97,6 +97,20 @@ def test_every_option_matches_the_twin(ops, options, block_size, dtype):
     assert_is(twin(shape, dtype, options), ops, shaped_case(shape, dtype), **OPTIONS[options])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk", [16, 48])
+def test_a_token_in_local_chunks_matches_the_twin_and_has_the_same_bits_in_every_step(ops, chunk, dtype):
+    case = shaped_case(((4, 2), 32, 32, 16), dtype)
+    assert_is(naive(case, chunk=chunk), ops, replace(case, batch=case.batch.in_local_chunks(chunk)))
+    case = one_row(((4, 2), 32, 32, 16), dtype)
+    whole = attend(ops, replace(case, batch=case.batch.in_local_chunks(chunk)))
+    for start, end in ((0, 150), (0, 1), (7, 8), (15, 65), (47, 48), (149, 150)):
+        batch = AttentionBatch.of(case.batch.block_tables, [end - start], [end], 16).in_local_chunks(chunk)
+        assert torch.equal(
+            attend(ops, replace(case, query=case.query[start:end], batch=batch)), whole[start:end]
+        )
+
+
 def test_large_and_tiny_scores_keep_their_weights(ops):
     case = paged_case([(1, 40), (20, 40)], key_dim=16, value_dim=16)
     case.query *= 40.0

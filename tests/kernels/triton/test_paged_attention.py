@@ -104,6 +104,19 @@ def test_a_window_hides_older_tokens(lengths, num_splits, windows, device):
 
 
 @pytest.mark.parametrize(
+    ("lengths", "num_splits"), [(DECODE, 4), (MIXED, None), (MIXED, 1)], ids=["decode", "mixed", "one split"]
+)
+def test_a_local_chunk_hides_the_tokens_before_it(lengths, num_splits, device):
+    case = paged_case(lengths)
+    expected = REFERENCE.paged_attention(
+        case.query, case.key_cache, case.value_cache, case.batch.in_local_chunks(12), scale=case.scale
+    )
+    there = moved(case, device)
+    output = attend(replace(there, batch=there.batch.in_local_chunks(12)), num_splits=num_splits)
+    torch.testing.assert_close(output.cpu(), expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(
     ("lengths", "num_splits"),
     [([(count, 150), (1, 90)], splits) for count, splits in [(1, None), (1, 1), (1, 4), (3, None), (3, 1)]],
     ids=str,
