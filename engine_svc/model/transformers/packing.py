@@ -15,6 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from triptych_kernels import REFERENCE, Experts, Linear, LowRank, Ops
 
 _NUM_GATE_SAMPLES = 64
+# Classes of experts that transformers' interface does not compute.
+_OF_SCALED_TOKENS = frozenset({"Llama4TextExperts"})
 
 
 def prepack_projections(model: nn.Module, ops: Ops, run: Callable[[], object]) -> int:
@@ -118,6 +120,8 @@ def prepack_experts(model: nn.Module, ops: Ops) -> int:
 
 def _packed(module: nn.Module, ops: Ops) -> nn.Module | None:
     """None for a module that is no experts module, and for experts that only transformers can compute."""
+    if type(module).__name__ in _OF_SCALED_TOKENS:
+        return _packed_of_scaled(module, ops)
     if not isinstance(module, _ByInterface) or hasattr(module, "post_expert_norm"):
         return None
     up_name = "gate_up_proj" if module.has_gate else "up_proj"
@@ -136,10 +140,32 @@ def _packed(module: nn.Module, ops: Ops) -> nn.Module | None:
     else:
         # Only the GPU knows which experts were chosen, and a step must not wait for it.
         return None
-    # The gate keeps a reference to the module, which must not keep the weights.
+    _drop_weights(module)
+    return packed
+
+
+def _packed_of_scaled(module: nn.Module, ops: Ops) -> nn.Module | None:
+    up, down = (
+        module.get_parameter(name).detach().transpose(1, 2).contiguous()
+        for name in ("gate_up_proj", "down_proj")
+    )
+    activation = module.get_submodule("act_fn")
+
+    def gate(x: Tensor) -> Tensor:
+        gates, values = x.chunk(2, dim=-1)
+        gated: Tensor = activation(gates) * values
+        return gated
+
+    if not _is_silu_and_mul(gate, up):
+        return None
+    _drop_weights(module)
+    return ScaledTokensExperts(ops.pack_experts(up, down), len(up))
+
+
+def _drop_weights(module: nn.Module) -> None:
+    """Of a module that is replaced: what replaces it may keep a reference to it."""
     for name, _ in list(module.named_parameters(recurse=False)):
         module.register_parameter(name, None)
-    return packed
 
 
 @runtime_checkable
@@ -186,6 +212,29 @@ class SingleExperts(nn.Module):
                 gated = self._gate(self._up[index](hidden_states[tokens])).contiguous()
                 parts[tokens, top_k_positions] = self._down[index](gated).float()
         return (parts * top_k_weights[..., None].float()).sum(1).to(hidden_states.dtype)
+
+
+class ScaledTokensExperts(nn.Module):
+    """Experts that each get all tokens, scaled by a router: to zero where it did not choose the expert."""
+
+    def __init__(self, experts: Experts, num_experts: int) -> None:
+        super().__init__()
+        self._experts, self._num_experts = experts, num_experts
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states: [experts * T, hidden], the tokens of expert 0 first. Returns the same shape."""
+        device, num_rows = hidden_states.device, len(hidden_states)
+        expert_ids = torch.arange(num_rows, device=device) // (num_rows // self._num_experts)
+        if device.type != "cpu":
+            # Only the GPU knows which tokens are zero, and a step must not wait for it.
+            return self._run(hidden_states, expert_ids)
+        chosen = hidden_states.any(-1).nonzero().flatten()
+        found = torch.zeros_like(hidden_states)
+        found[chosen] = self._run(hidden_states[chosen], expert_ids[chosen])
+        return found
+
+    def _run(self, rows: Tensor, expert_ids: Tensor) -> Tensor:
+        return self._experts(rows, expert_ids[:, None], torch.ones(len(rows), 1, device=rows.device))
 
 
 def _weights(module: nn.Module, name: str) -> Tensor:

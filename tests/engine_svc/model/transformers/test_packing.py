@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GptOssConfig, MixtralConfig, NemotronHConfig
+from transformers import GptOssConfig, Llama4TextConfig, MixtralConfig, NemotronHConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.pytorch_utils import Conv1D
@@ -18,6 +19,7 @@ from engine_svc.model.transformers.batch_invariance import prepack_calls
 from engine_svc.model.transformers.packing import (
     PackedExperts,
     PackedProjection,
+    ScaledTokensExperts,
     SingleExperts,
     prepack_experts,
     prepack_projections,
@@ -355,3 +357,34 @@ def test_experts_with_a_norm_behind_them_are_left_alone():
     block = block_of("mixtral")
     block.experts.post_expert_norm = nn.LayerNorm(HIDDEN)
     assert prepack_experts(block, OPS) == 0
+
+
+@needs_native_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@torch.inference_mode()
+def test_experts_of_scaled_tokens_are_those_of_transformers_and_the_same_in_every_batch(dtype):
+    torch.manual_seed(0)
+    block: Any = Llama4TextMoe(
+        Llama4TextConfig(
+            hidden_size=HIDDEN, intermediate_size=FEATURES, num_local_experts=NUM_EXPERTS,
+            num_experts_per_tok=NUM_CHOSEN, num_hidden_layers=1,
+        )
+    )  # fmt: skip
+    for parameter in block.parameters():
+        parameter.data.normal_(0.0, 0.1)
+    experts = block.to(dtype).requires_grad_(False).experts
+    x, ids, weights = tokens(31, dtype)
+    scales = torch.zeros(31, NUM_EXPERTS, dtype=dtype).scatter_(1, ids, weights)
+    scaled = scales.t()[..., None] * x
+    expected = experts(scaled.reshape(-1, HIDDEN))
+    assert prepack_experts(block, OPS) == 1
+    assert type(block.experts) is ScaledTokensExperts
+    together = block.experts(scaled.reshape(-1, HIDDEN))
+    tolerance = 1e-5 if dtype is torch.float32 else 3e-2
+    torch.testing.assert_close(together, expected, rtol=tolerance, atol=tolerance)
+    for end in (6, 7, 31):
+        some = block.experts(scaled[:, 5:end].reshape(-1, HIDDEN))
+        assert torch.equal(
+            some.view(NUM_EXPERTS, -1, HIDDEN), together.view(NUM_EXPERTS, 31, HIDDEN)[:, 5:end]
+        )
+    assert not list(experts.parameters())
