@@ -28,7 +28,14 @@ from engine_svc.build.fingerprint import (
 )
 from engine_svc.build.speculation import measure_step_costs
 from engine_svc.build.start_check import POLICY_ENTRY_POINTS, SCHEDULER_ENTRY_POINTS
-from engine_svc.cache.attention import AlignedState, AttentionKind, FullAttention, KeptState, SlidingWindow
+from engine_svc.cache.attention import (
+    AlignedState,
+    AttentionKind,
+    ChunkedLocal,
+    FullAttention,
+    KeptState,
+    SlidingWindow,
+)
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.config import EngineConfig
@@ -43,6 +50,7 @@ from engine_svc.loop.protocols import EngineScheduler, NoLockstep
 from engine_svc.loop.requests import IdleLimits
 from engine_svc.membership.departure import Departure
 from engine_svc.membership.membership import Membership
+from engine_svc.model.facts import LayerGroup
 from engine_svc.model.loading.gguf.folder import is_from_file
 from engine_svc.scheduler.budget import Budget, ChunkEnds
 from engine_svc.scheduler.config import SchedulerConfig
@@ -256,7 +264,7 @@ def _put_together(
     cache_config = CacheConfig(
         # The cache reserves one block as a placeholder.
         num_blocks=side.num_kv_blocks + 1,
-        groups=layer_kinds(config, side.windows, side.num_state_slots),
+        groups=layer_kinds(config, side.model.groups, side.num_state_slots),
         enable_prefix_caching=config.enable_prefix_caching,
         num_state_slots=side.num_state_slots,
         fingerprint=bytes.fromhex(facts.fingerprint.digest),
@@ -429,13 +437,20 @@ def _chunk_ends(scheduler: SchedulerConfig, cache: CacheConfig) -> list[Budget]:
 
 
 def layer_kinds(
-    config: EngineConfig, windows: Sequence[int | None], num_state_slots: int
+    config: EngineConfig, groups: Sequence[LayerGroup], num_state_slots: int
 ) -> tuple[AttentionKind, ...]:
-    """The groups of layers in the order of plans: attention by its window, then the layers with states."""
+    """The groups of layers in the order of plans: those with attention, then the layers with states."""
     size = config.block_size
-    attention = [FullAttention(size) if window is None else SlidingWindow(size, window) for window in windows]
+    attention = tuple(attention_kind(group, size) for group in groups)
     interval = -(-config.state_interval // size) * size
-    return (*attention, KeptState(size, interval)) if num_state_slots else tuple(attention)
+    return (*attention, KeptState(size, interval)) if num_state_slots else attention
+
+
+def attention_kind(group: LayerGroup, block_size: int) -> AttentionKind:
+    """What the cache has to know of layers with attention."""
+    if group.chunk is not None:
+        return ChunkedLocal(block_size, group.chunk)
+    return FullAttention(block_size) if group.window is None else SlidingWindow(block_size, group.window)
 
 
 def _describe(config: EngineConfig, artifacts: tuple[Artifact, ...], side: RunnerSide) -> EngineFacts:
@@ -494,7 +509,7 @@ def _options(config: EngineConfig, origins: Mapping[str, str]) -> tuple[OptionIn
 
 def _scheduler_config(config: EngineConfig, side: RunnerSide) -> SchedulerConfig:
     method, num_drafts, _ = config.speculation
-    has_kv = bool(side.windows or side.num_state_slots)
+    has_kv = bool(side.model.groups or side.num_state_slots)
     if config.enable_chunked_prefill and not has_kv:
         logger.warning(
             "chunked prefill is off: the model keeps no KV, so each prompt is computed in one step"

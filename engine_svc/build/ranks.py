@@ -107,7 +107,6 @@ def build_ranks(
         control=RunnerControl(group),
         preparing=group,
         model=model,
-        windows=tuple(group.window for group in model.groups),
         max_model_len=max_model_len,
         num_kv_blocks=num_kv_blocks,
         num_state_slots=num_state_slots,

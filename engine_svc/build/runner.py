@@ -62,7 +62,6 @@ class RunnerSide:
     control: RunnerControl
     preparing: PreparingRanks
     model: ModelFacts
-    windows: tuple[int | None, ...]  # per group of layers
     max_model_len: int
     num_kv_blocks: int
     num_state_slots: int
@@ -115,7 +114,6 @@ def build_runner(
         control=RunnerControl(executor),
         preparing=runner.preparer,
         model=loaded.facts,
-        windows=tuple(group.window for group in loaded.facts.groups),
         max_model_len=max_model_len,
         num_kv_blocks=sizing.num_blocks,
         num_state_slots=sizing.num_state_slots,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine_svc.core.facts import GENERATE
 
@@ -15,6 +15,13 @@ class KVShape:
     key_dim: int
     value_dim: int
     window: int | None = None  # tokens that a token sees, itself included; None: all before it
+    # A token sees only those of its own chunk of so many, counted from the sequence's first; None: no chunks.
+    chunk: int | None = None
+
+    @property
+    def of_memory(self) -> KVShape:
+        """Without what a token sees, which takes no memory."""
+        return replace(self, window=None, chunk=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +37,11 @@ class LayerGroup:
 
     window: int | None
     layers: tuple[int, ...]
+    chunk: int | None = None
 
 
 def group_layers(shapes: tuple[KVShape, ...]) -> tuple[LayerGroup, ...]:
-    """Group the layers by window, those without one first.
+    """Group the layers by what a token sees, those in which it sees all first.
 
     A kind with many more layers than the smallest kind is split.
     Groups share one pool of blocks, and a block has room for as many layers as the largest group has. Groups
@@ -41,16 +49,16 @@ def group_layers(shapes: tuple[KVShape, ...]) -> tuple[LayerGroup, ...]:
     """
     if not shapes:
         return ()
-    layers_of: dict[int | None, list[int]] = {}
+    layers_of: dict[tuple[int | None, int | None], list[int]] = {}
     for layer, shape in enumerate(shapes):
-        layers_of.setdefault(shape.window, []).append(layer)
+        layers_of.setdefault((shape.window, shape.chunk), []).append(layer)
     counts = [len(layers) for layers in layers_of.values()]
     # A small difference in size costs less than one more block table.
     size = max(counts) if max(counts) < 1.25 * min(counts) else min(counts)
-    kinds = sorted(layers_of.items(), key=lambda item: (item[0] is not None, item[0] or 0))
+    kinds = sorted(layers_of.items(), key=lambda item: [limit or 0 for limit in item[0]])
     return tuple(
-        LayerGroup(window, tuple(layers[first : first + size]))
-        for window, layers in kinds
+        LayerGroup(window, tuple(layers[first : first + size]), chunk)
+        for (window, chunk), layers in kinds
         for first in range(0, len(layers), size)
     )
 
@@ -61,7 +69,7 @@ def groups_of_stage(shapes: tuple[KVShape, ...], first: int, end: int) -> tuple[
     So all stages have the same block tables, even those in which a group has no layer.
     """
     return tuple(
-        LayerGroup(group.window, tuple(layer - first for layer in group.layers if first <= layer < end))
+        replace(group, layers=tuple(layer - first for layer in group.layers if first <= layer < end))
         for group in group_layers(shapes)
     )
 

@@ -26,10 +26,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from engine_svc.build.engine import build_core
+from engine_svc.build.engine import attention_kind, build_core
 from engine_svc.build.ranks import RankedSide, build_ranks
 from engine_svc.build.runner import RunnerSide
-from engine_svc.cache.attention import FullAttention, SlidingWindow
 from engine_svc.cache.config import CacheConfig
 from engine_svc.config import EngineConfig
 from engine_svc.core.extras import Extra
@@ -196,10 +195,7 @@ class Driver:
             async_scheduling=self.side.steps_in_flight > 1,
             max_steps_in_flight=self.side.steps_in_flight,
         )
-        groups = tuple(
-            FullAttention(BLOCK_SIZE) if window is None else SlidingWindow(BLOCK_SIZE, window)
-            for window in self.side.windows
-        )
+        groups = tuple(attention_kind(group, BLOCK_SIZE) for group in self.side.model.groups)
         self._scheduler = build_core(config, CacheConfig(self.side.num_kv_blocks + 1, groups)).scheduler
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
 

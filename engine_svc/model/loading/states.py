@@ -10,7 +10,7 @@ from typing import Any
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.loading.folder import HeaderEntry
 
-_KINDS_OF_ATTENTION = frozenset({"full_attention", "sliding_attention", "attention"})
+_KINDS_OF_ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 _KINDS_WITHOUT_MEMORY = frozenset({"mlp", "moe"})
 _KINDS_OF_STATES = frozenset({"linear_attention", "mamba", "hybrid"})
 _CONV = ".conv1d.weight"

@@ -1,14 +1,15 @@
 """Finds out from a model's attention masks which tokens each token attends to. Knows no model.
 
 transformers describes a mask by a function of two positions. The function is evaluated at positions far
-beyond any sample, so a window of thousands of tokens is found exactly, and a mask that is neither causal nor
-a sliding window is detected.
+beyond any sample, so a window or a chunk of thousands of tokens is found exactly, and a mask that is neither
+causal nor one of these is detected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,20 @@ _FAR = 1 << 20
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+class Sight(NamedTuple):
+    """What a token sees, as KVShape says it; it is not limited by both."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first_seen(self, query: int) -> int:
+        if self.chunk is not None:
+            return query // self.chunk * self.chunk
+        return 0 if self.window is None else max(0, query - self.window + 1)
+
+
 class OddMask(ValueError):
-    """A mask under which a token attends to something other than all, or the last few, tokens before it."""
+    """A mask under which a token attends to other tokens than all, the last few or its chunk's before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +69,24 @@ class MaskBook:
         self._made.append(_Made(mask, mask_function, local_size))
         return mask
 
-    def window_of(self, mask: Tensor) -> int | None:
-        """Number of tokens a token sees under a mask made here, itself included; None: all before it.
+    def sight_of(self, mask: Tensor) -> Sight:
+        """What a token sees under a mask made here.
 
         Raises OddMask for any other mask.
         """
         for made in self._made:
             # A layer may get a slice or a view of the mask.
             if made.mask.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr():
-                return _window(made)
+                return _sight(made)
         raise OddMask("adds a mask of its own to attention")
 
 
-def _window(made: _Made) -> int | None:
+def _sight(made: _Made) -> Sight:
     try:
-        return _far_window(made.function, made.mask.device)
+        return _far_sight(made.function, made.mask.device)
     except IndexError:
         # The function looks positions of the sample up, e.g. whether they are text, which all of them are.
-        return _near_window(made)
+        return Sight(window=_near_window(made))
 
 
 def _near_window(made: _Made) -> int | None:
@@ -86,16 +99,37 @@ def _near_window(made: _Made) -> int | None:
     return made.window
 
 
-def _far_window(function: MaskFunction, device: torch.device) -> int | None:
+def _far_sight(function: MaskFunction, device: torch.device) -> Sight:
+    """Tells windows from chunks at the first token that the last one sees: the one before it sees as many
+    tokens as a window has, or all of its chunk.
+    """
     last = _FAR - 1
-    num_seen = int(_seen_from(function, last, device).sum())
-    queries = {0, 1, num_seen - 1, num_seen, num_seen + 1, last // 2, last - 1, last}
-    for query in sorted(query for query in queries if 0 <= query <= last):
-        seen = _seen_from(function, query, device)
-        first = max(0, query - num_seen + 1)
-        if not (seen[first : query + 1].all() and int(seen.sum()) == query + 1 - first):
-            raise OddMask(f"lets token {query} see other tokens than itself and the ones before it")
-    return None if num_seen == _FAR else num_seen
+    first = _FAR - int(_seen_from(function, last, device).sum())
+    if first <= 0:
+        candidates = [Sight()]
+    else:
+        chunk = int(_seen_from(function, first - 1, device).sum())
+        candidates = [Sight(window=_FAR - first), *([Sight(chunk=chunk)] if chunk else [])]
+    queries = {0, 1, first - 1, first, last // 2, last // 2 + 1, last - 1, last}
+    for sight in candidates:
+        odd = _unlike(function, sight, queries, device)
+        if odd is None:
+            return sight
+    raise OddMask(f"lets token {odd} see other tokens than itself and the ones before it")
+
+
+def _unlike(
+    function: MaskFunction, sight: Sight, queries: Collection[int], device: torch.device
+) -> int | None:
+    """One of the queries, and of those around the first limit, that sees other tokens."""
+    limit = sight.window or sight.chunk or 0
+    for query in sorted({*queries, limit - 1, limit, limit + 1}):
+        if 0 <= query < _FAR:
+            seen = _seen_from(function, query, device)
+            first = sight.first_seen(query)
+            if not (seen[first : query + 1].all() and int(seen.sum()) == query + 1 - first):
+                return query
+    return None
 
 
 def _seen_from(function: MaskFunction, query: int, device: torch.device) -> Tensor:

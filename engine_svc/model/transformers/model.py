@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from engine_svc.model.context import EmbeddedTokens, ForwardContext, HiddenStates
 from engine_svc.model.errors import UnsupportedModel
-from engine_svc.model.facts import StateShape
+from engine_svc.model.facts import KVShape, StateShape
 from engine_svc.model.low_rank import (
     Additions,
     EmbeddingAdditions,
@@ -39,6 +39,10 @@ from triptych_kernels import Ops
 
 # Parameters of position embeddings that compute positions from the length of a cache.
 _POSITION_OPTIONS = frozenset({"past_key_values_length", "position_ids"})
+
+# The attribute of layers that tune their temperature: after how many positions it changes.
+_FLOOR_SCALE = "floor_scale"
+_STEEP_FLOOR_SCALE = 4
 
 
 @dataclass(slots=True)
@@ -78,7 +82,7 @@ class TransformersModel:
         self._interface_with_masks = f"{self._interface}_with_masks"
         self._attend: Attend = self._attend_paged
         self._make_mask: MakeMask | None = None
-        self._windows: Sequence[int | None] = ()
+        self._shapes: Sequence[KVShape] = ()
         self._last_position: int | None = None
         self._positions: Tensor | None = None
         self._context: ForwardContext | None = None
@@ -89,15 +93,16 @@ class TransformersModel:
         self._takes_embeds = "inputs_embeds" in parameters
         self._register()
         self._takes_positions = "position_ids" in parameters or not self._hand_positions_to_embeddings()
+        self._hand_positions_to_temperatures()
 
     @property
     def device(self) -> torch.device:
         device: torch.device = self.module.device
         return device
 
-    def use_windows(self, windows: Sequence[int | None]) -> None:
-        """Per attention layer, in order: tokens that a token sees, itself included; None is all before it."""
-        self._windows = tuple(windows)
+    def use_shapes(self, shapes: Sequence[KVShape]) -> None:
+        """Per attention layer, in order. What its tokens see is read off these."""
+        self._shapes = tuple(shapes)
 
     def use_state_slots(self) -> tuple[StateShape, ...]:
         """Let the module's layers with states read and write those of the step; returns what each keeps."""
@@ -311,6 +316,39 @@ class TransformersModel:
             embedding.register_forward_pre_hook(replace, with_kwargs=True)
         return bool(embeddings)
 
+    def _hand_positions_to_temperatures(self) -> None:
+        """Set the positions of layers that tune their temperature by counting from the length of a cache."""
+
+        def replace(
+            _: nn.Module, arguments: tuple[object, ...], options: dict[str, object]
+        ) -> tuple[tuple[object, ...], dict[str, object]]:
+            if self._positions is None:
+                return arguments, options
+            return arguments, {**options, "past_key_values": _Places(self._positions)}
+
+        for module in self.module.modules():
+            if getattr(module, "attn_temperature_tuning", False):
+                module.register_forward_pre_hook(replace, with_kwargs=True)
+
+    @contextmanager
+    def steep_temperatures(self) -> Iterator[None]:
+        """Inside the block temperatures that stay the same for thousands of positions change every few.
+
+        So a sample shows whether they follow a token's position.
+        """
+        kept = [
+            (module, getattr(module, _FLOOR_SCALE))
+            for module in self.module.modules()
+            if hasattr(module, _FLOOR_SCALE)
+        ]
+        for module, _ in kept:
+            setattr(module, _FLOOR_SCALE, _STEEP_FLOOR_SCALE)
+        try:
+            yield
+        finally:
+            for module, floor_scale in kept:
+                setattr(module, _FLOOR_SCALE, floor_scale)
+
     def _run(
         self,
         token_ids: Tensor,
@@ -342,8 +380,8 @@ class TransformersModel:
         if call.mask is not None:
             raise UnsupportedModel(f"{self.name} adds a mask of its own to attention")
         self._layer = index + 1
-        layer = context.layers[index]
-        dtype = layer.key_cache.dtype
+        layer, shape = context.layers[index], self._shapes[index]
+        batch, dtype = context.attention[layer.group], layer.key_cache.dtype
         self.ops.kv_write(
             call.key[0].transpose(0, 1).to(dtype),
             call.value[0].transpose(0, 1).to(dtype),
@@ -355,14 +393,28 @@ class TransformersModel:
             call.query[0].transpose(0, 1).to(dtype),
             layer.key_cache,
             layer.value_cache,
-            context.attention[layer.group],
+            batch if shape.chunk is None else batch.in_local_chunks(shape.chunk),
             scale=call.scale,
-            window=self._windows[index],
+            window=shape.window,
             sinks=call.sinks,
             soft_cap=call.soft_cap,
         )
         # Some models view the result in another shape, which requires contiguous memory.
         return attended[None].to(call.value.dtype).contiguous()
+
+
+class _Places:
+    """In place of a cache, for a layer that numbers a step's tokens from the cache's length on."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self._positions = positions
+
+    def get_seq_length(self, _layer: int = 0) -> Tensor:
+        """What has to be added to a token's index in the step."""
+        return self._positions - torch.arange(self._positions.shape[0], device=self._positions.device)
+
+    def update(self, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        return key, value
 
 
 def _whole(name: str, out_features: int, in_features: int) -> ProjectionPart:

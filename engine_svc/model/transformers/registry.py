@@ -17,7 +17,7 @@ from engine_svc.model.transformers.encoder import encoder_class, first_position
 from engine_svc.model.transformers.mixers import has_known_mixer
 
 # Kinds of layers by what they keep of a sequence, as transformers names them.
-ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "hybrid"})
+ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "hybrid"})
 STATE_KINDS = frozenset({"linear_attention", "hybrid"})
 _KINDS_WITHOUT_MEMORY = frozenset({"mlp", "moe"})
 # Of a model that computes no positions, so that its config need not state a limit.
@@ -87,10 +87,6 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         raise UnsupportedModel(
             f"{name} has layers of kind {', '.join(sorted(unknown))}, which are not served"
         )
-    if getattr(text_config, "attn_temperature_tuning", False) and not all(text_config.no_rope_layers):
-        # Queries are scaled by their position in the step. The factor is 1 up to a position that no sample
-        # reaches.
-        raise UnsupportedModel(f"{name} tunes the temperature of attention by positions in the batch")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(f"{name} (model type {config.model_type}) does not generate text")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

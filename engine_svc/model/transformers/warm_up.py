@@ -2,12 +2,13 @@
 
 A model that computes attention by itself only logs a warning when the attention interface is set, and then
 produces wrong numbers. So calls are counted, masks and arguments checked, and logits compared with the
-model's own. Windows are read off the masks, so they are exact at any length. The comparison runs at most
-_MAX_SAMPLE tokens, so it does not exercise a longer window.
+model's own. Windows and chunks are read off the masks, so they are exact at any length. The comparison runs
+at most _MAX_SAMPLE tokens, so it does not exercise longer ones.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from transformers.cache_utils import DynamicLayer
 from engine_svc.model.context import ForwardContext, HiddenStates, LayerCache
 from engine_svc.model.errors import UnsupportedModel
 from engine_svc.model.facts import KVShape, StateShape, group_layers
-from engine_svc.model.transformers.attention_mask import MaskBook, OddMask
+from engine_svc.model.transformers.attention_mask import MaskBook, OddMask, Sight
 from engine_svc.model.transformers.model import AttentionCall, TransformersModel
 from engine_svc.model.transformers.registry import ATTENTION_KINDS, STATE_KINDS, max_position, stated_kinds
 from triptych_kernels import AttentionBatch, StateBatch
@@ -56,7 +57,8 @@ def warm_up(model: TransformersModel) -> WarmModel:
     Raises UnsupportedModel, with the model's name and the reason, if it cannot run over a paged cache.
     """
     try:
-        return _warm_up(model)
+        with model.steep_temperatures():
+            return _warm_up(model)
     except UnsupportedModel:
         raise
     except _FOREIGN_ERRORS as error:
@@ -81,7 +83,7 @@ def _warm_up(model: TransformersModel) -> WarmModel:
     state_shapes = _use_states(model, config)
     model.pack_projections(samples[0])
     model.use_paged_attention()
-    model.use_windows([shape.window for shape in shapes])
+    model.use_shapes(shapes)
     model.use_last_position(limit - 1)
     trial = _Trial(model, shapes, state_shapes, samples)
     difference = _difference(trial, expected, is_exact=model.module.dtype is torch.float32)
@@ -114,9 +116,9 @@ def _state_size(states: Sequence[Tensor], samples: Sequence[Tensor]) -> int:
 
 
 def _sample_length(shapes: Sequence[KVShape], limit: int) -> int:
-    """Enough tokens to exceed each window twice, up to _MAX_SAMPLE."""
-    windows = [shape.window for shape in shapes if shape.window is not None]
-    wanted = max([_MIN_SAMPLE, *(2 * window + 6 for window in windows if window < _MAX_SAMPLE)])
+    """Enough tokens to exceed each window and chunk twice, up to _MAX_SAMPLE."""
+    limits = [shape.window or shape.chunk or 0 for shape in shapes]
+    wanted = max([_MIN_SAMPLE, *(2 * limit + 6 for limit in limits if limit < _MAX_SAMPLE)])
     return min(wanted, _MAX_SAMPLE, limit)
 
 
@@ -133,7 +135,7 @@ def _learn_shapes(model: TransformersModel, config: PreTrainedConfig) -> tuple[K
     def look(call: AttentionCall) -> Tensor:
         _check_call(model, call)
         num_kv_heads, key_dim, value_dim = call.key.shape[1], call.key.shape[3], call.value.shape[3]
-        shapes.append(KVShape(num_kv_heads, key_dim, value_dim, _window(model.name, masks, call)))
+        shapes.append(KVShape(num_kv_heads, key_dim, value_dim, *_sight(model.name, masks, call)))
         share = call.query.shape[1] // num_kv_heads
         keys, values = call.key.repeat_interleave(share, 1), call.value.repeat_interleave(share, 1)
         return F.scaled_dot_product_attention(call.query, keys, values, is_causal=True).transpose(1, 2)
@@ -171,12 +173,12 @@ def _check_call(model: TransformersModel, call: AttentionCall) -> None:
         raise UnsupportedModel(f"{name} passes {', '.join(unknown)} to attention, which is not known here")
 
 
-def _window(name: str, masks: MaskBook, call: AttentionCall) -> int | None:
-    """The window of the layer's mask; where the model makes no mask, the window that the layer passes."""
+def _sight(name: str, masks: MaskBook, call: AttentionCall) -> Sight:
+    """That of the layer's mask; where the model makes no mask, the window that the layer passes."""
     if call.mask is None:
-        return call.window
+        return Sight(window=call.window)
     try:
-        return masks.window_of(call.mask)
+        return masks.sight_of(call.mask)
     except OddMask as odd:
         raise UnsupportedModel(f"{name} {odd}") from odd
 
@@ -190,10 +192,11 @@ def _check_cache(name: str, config: PreTrainedConfig, shapes: tuple[KVShape, ...
     ]
     limit = max_position(config)
     for layer, (window, shape) in enumerate(zip(kept, shapes, strict=False)):
-        if window is not None and window < min(shape.window or limit, limit):
+        seen = shape.window or shape.chunk
+        if window is not None and window < min(seen or limit, limit):
             raise UnsupportedModel(
                 f"{name} forgets all but {window} tokens when it generates, "
-                f"but layer {layer} sees {shape.window or 'all'} when it computes a prompt"
+                f"but layer {layer} sees {seen or 'all'} when it computes a prompt"
             )
 
 
@@ -238,8 +241,10 @@ class _Trial:
     ) -> None:
         self._model, self._samples = model, samples
         self.lengths = [len(sample) for sample in samples]
-        self._num_blocks = -(-max(self.lengths) // _BLOCK_SIZE)  # of each row
-        self._layers = _make_layers(model, shapes, self._num_blocks * len(samples))
+        # Chunks are whole blocks.
+        self._block_size = math.gcd(_BLOCK_SIZE, *(shape.chunk or 0 for shape in shapes))
+        self._num_blocks = -(-max(self.lengths) // self._block_size)  # of each row
+        self._layers = _make_layers(model, shapes, self._num_blocks * len(samples), self._block_size)
         self._num_groups = len(group_layers(shapes))
         self._state_layers = [
             tuple(torch.zeros(len(samples), *part, device=model.device) for part in shape.parts)
@@ -255,14 +260,14 @@ class _Trial:
 
     def _context(self, chunks: list[_Chunk]) -> ForwardContext:
         """The step of these chunks. Block b of a row is block b * num_rows + row of the cache."""
-        num_rows, device = len(self._samples), self._model.device
+        num_rows, device, size = len(self._samples), self._model.device, self._block_size
         tables = torch.stack([torch.arange(self._num_blocks) * num_rows + chunk.row for chunk in chunks])
         slots = []
         for chunk, table in zip(chunks, tables, strict=True):
             positions = torch.arange(chunk.start, chunk.end)
-            slots.append(table[positions // _BLOCK_SIZE] * _BLOCK_SIZE + positions % _BLOCK_SIZE)
+            slots.append(table[positions // size] * size + positions % size)
         counts, totals = [chunk.end - chunk.start for chunk in chunks], [chunk.end for chunk in chunks]
-        attention = AttentionBatch.of(tables.to(device), counts, totals, _BLOCK_SIZE)
+        attention = AttentionBatch.of(tables.to(device), counts, totals, size)
         context = ForwardContext(
             self._layers, [torch.cat(slots).to(device)] * self._num_groups, [attention] * self._num_groups
         )
@@ -313,11 +318,13 @@ def _is_batch_invariant(trial: _Trial) -> bool:
     return True
 
 
-def _make_layers(model: TransformersModel, shapes: tuple[KVShape, ...], num_blocks: int) -> list[LayerCache]:
+def _make_layers(
+    model: TransformersModel, shapes: tuple[KVShape, ...], num_blocks: int, block_size: int
+) -> list[LayerCache]:
     group_of = {layer: index for index, group in enumerate(group_layers(shapes)) for layer in group.layers}
 
     def cache(num_heads: int, dim: int) -> Tensor:
-        size = (num_blocks, num_heads, _BLOCK_SIZE, dim)
+        size = (num_blocks, num_heads, block_size, dim)
         return torch.zeros(size, dtype=model.module.dtype, device=model.device)
 
     return [

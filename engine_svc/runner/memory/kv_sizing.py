@@ -85,10 +85,17 @@ def size_kv_cache(
 
     Never more than max_num_seqs requests of full length can use, unless num_kv_blocks is set.
     A model without KV has one block, which takes no memory.
-    Raises KVCapacityError if one request of max_model_len tokens does not fit.
+    Raises KVCapacityError if one request of max_model_len tokens does not fit, ValueError if tokens see only
+    their own chunk of a sequence and chunks are no whole blocks.
     """
     if not facts.groups:
         return KVSizing(1, options.block_size, 0)
+    for chunk in {group.chunk for group in facts.groups if group.chunk is not None}:
+        if chunk % options.block_size:
+            raise ValueError(
+                f"block_size is {options.block_size}, it must divide {chunk}: the model attends in chunks "
+                "of so many tokens"
+            )
     size = bytes_per_block(facts, options.block_size)
     needed = _blocks_of(facts, options, max_model_len)
     num_blocks, source = _found_blocks(options, size, free)

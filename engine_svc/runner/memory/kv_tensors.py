@@ -6,7 +6,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -49,14 +49,14 @@ def assign_layers(
     """The number of tensor pairs of each shape, and the index of each layer among those of its shape.
 
     A block belongs to one group at a time, so layers of different groups can share tensors; layers of one
-    group cannot. Windows are not part of a shape here.
+    group cannot. What a token sees is no part of a shape here.
     """
     counts: Counter[KVShape] = Counter()
     index_of = [0] * len(shapes)
     for group in groups:
         used: Counter[KVShape] = Counter()
         for layer in group.layers:
-            shape = replace(shapes[layer], window=None)
+            shape = shapes[layer].of_memory
             index_of[layer] = used[shape]
             used[shape] += 1
         counts |= used
@@ -79,7 +79,10 @@ def max_blocks_per_request(
     total = 0
     for group in groups:
         whole = -(-num_tokens // block_size)
-        if group.window is None:
+        if group.chunk is not None:
+            # A chunk begins with a block.
+            total += -(-min(group.chunk + max_in_flight_tokens, num_tokens) // block_size)
+        elif group.window is None:
             total += whole
         else:
             # The window, the tokens in flight, and one block more as neither need begin at a block boundary.
@@ -123,7 +126,7 @@ class KVTensors:
         group_of = {layer: index for index, group in enumerate(facts.groups) for layer in group.layers}
         self.layers: list[LayerCache] = []
         for layer, index in enumerate(index_of):
-            shape = replace(facts.kv_shapes[layer], window=None)
+            shape = facts.kv_shapes[layer].of_memory
             self.layers.append(
                 LayerCache(group_of[layer], self._keys[shape][index], self._values[shape][index])
             )

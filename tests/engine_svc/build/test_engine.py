@@ -27,7 +27,7 @@ from engine_svc.build.engine import (
     build_served_engine,
     layer_kinds,
 )
-from engine_svc.cache.attention import AlignedState, FullAttention, KeptState, SlidingWindow
+from engine_svc.cache.attention import AlignedState, ChunkedLocal, FullAttention, KeptState, SlidingWindow
 from engine_svc.cache.block_hash import BlockHasher
 from engine_svc.cache.config import CacheConfig
 from engine_svc.config import EngineConfig
@@ -38,6 +38,7 @@ from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.loop.engine import Engine
 from engine_svc.loop.mailbox import Add, Stop
 from engine_svc.membership.departure import Departure
+from engine_svc.model.facts import LayerGroup
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.session.servicer import EngineCoreServicer
 from tests.engine_svc.loop.frontend import Frontend
@@ -387,8 +388,10 @@ def test_a_dense_model_steps_alone_whatever_its_engine_is_one_of(llama, expert_p
 
 def test_layers_with_states_are_the_last_group_and_keep_them_by_whole_blocks():
     config = EngineConfig(model="folder", block_size=24, state_interval=100)
-    assert layer_kinds(config, (None, 8), 0) == (FullAttention(24), SlidingWindow(24, 8))
-    assert layer_kinds(config, (None,), 5) == (FullAttention(24), KeptState(24, 120))
+    full, near, chunked = LayerGroup(None, (0,)), LayerGroup(8, (1,)), LayerGroup(None, (2,), 48)
+    kinds = (FullAttention(24), SlidingWindow(24, 8), ChunkedLocal(24, 48))
+    assert layer_kinds(config, (full, near, chunked), 0) == kinds
+    assert layer_kinds(config, (full,), 5) == (FullAttention(24), KeptState(24, 120))
 
 
 @pytest.mark.parametrize(

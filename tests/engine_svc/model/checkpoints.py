@@ -266,6 +266,18 @@ _OF_BLOCKS: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "recurrent_gemma": ("recurrent_gemma", {"lru_width": 32, "attention_window_size": 11}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "llama4": (
+        "llama4_text",
+        {
+            "intermediate_size_mlp": 64,
+            "attention_chunk_size": 12,
+            "no_rope_layers": [1, 0],
+            "floor_scale": 16,
+            "moe_layers": [1],
+            "num_local_experts": 4,
+            **_TOP_2,
+        },
+    ),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "starcoder2": ("starcoder2", {"sliding_window": 9}),
 }

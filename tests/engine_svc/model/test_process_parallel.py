@@ -36,6 +36,10 @@ def test_every_stage_has_the_groups_of_all_layers_with_its_own_layers_in_them() 
     assert group_layers(shapes) == (LayerGroup(None, (0, 1)), LayerGroup(16, (2, 3)))
     assert groups_of_stage(shapes, 0, 2) == (LayerGroup(None, (0, 1)), LayerGroup(16, ()))
     assert groups_of_stage(shapes, 1, 4) == (LayerGroup(None, (0,)), LayerGroup(16, (1, 2)))
+    chunked = KVShape(2, 8, 8, chunk=16)
+    groups = (LayerGroup(None, (0,)), LayerGroup(None, (2,), 16), LayerGroup(16, (1,)))
+    assert group_layers((FULL, NEAR, chunked)) == groups
+    assert groups_of_stage((FULL, NEAR, chunked), 2, 3)[1] == LayerGroup(None, (0,), 16)
 
 
 # Ranks are forked from one process, as to import torch takes longer than all that they do.

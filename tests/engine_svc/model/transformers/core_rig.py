@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine_svc.build.engine import build_core
-from engine_svc.cache.attention import AttentionKind, FullAttention, KeptState, SlidingWindow
+from engine_svc.build.engine import attention_kind, build_core
+from engine_svc.cache.attention import KeptState
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.request import Request
 from engine_svc.core.step import AdmittedRequest, StepPlan
@@ -66,10 +66,7 @@ class CoreDriver:
     ) -> None:
         facts = loaded.facts
         max_model_len = max_model_len or facts.max_position
-        kinds: list[AttentionKind] = [
-            FullAttention(block_size) if group.window is None else SlidingWindow(block_size, group.window)
-            for group in facts.groups
-        ]
+        kinds = [attention_kind(group, block_size) for group in facts.groups]
         num_slots = 0
         if facts.state_shapes:
             kinds.append(KeptState(block_size, 3 * block_size))

@@ -32,7 +32,7 @@ NATIVE = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "phi3", "qwen3_moe")
 OTHERS = (
     "afmoe", "bart", "bigbird_pegasus", "cohere2", "deepseek_v2", "deepseek_v3", "diffllama", "ernie4_5_moe",
     "exaone4", "gemma", "gemma2", "gemma3", "gemma3n", "gemma4", "glm4", "gpt2", "gpt_neox", "gpt_oss",
-    "granitemoe", "longcat_flash", "mimo_v2", "nemotron", "olmo2", "olmoe", "opt", "phi",
+    "granitemoe", "llama4", "longcat_flash", "mimo_v2", "nemotron", "olmo2", "olmoe", "opt", "phi",
     "qwen2_sliding", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 WITH_STATES = (
@@ -97,9 +97,14 @@ def worst_difference(
     return worst
 
 
-def run_under_pressure(loaded: LoadedModel, streams: dict[str, tuple[int, list[int]]]) -> CoreRig:
-    """All streams at once, in a pool that cannot hold them, the second when the first's prompt is there."""
-    rig = CoreRig(loaded, max_model_len=46 + NUM_TOKENS, max_num_batched_tokens=8, room=1.25)
+def run_under_pressure(
+    loaded: LoadedModel, streams: dict[str, tuple[int, list[int]]], num_tokens: int = 8
+) -> CoreRig:
+    """All streams at once, in a pool that cannot hold them, the second when the first's prompt is there.
+
+    num_tokens: at most, of a step.
+    """
+    rig = CoreRig(loaded, max_model_len=46 + NUM_TOKENS, max_num_batched_tokens=num_tokens, room=1.25)
     for name, (length, stream) in streams.items():
         request = rig.add(name, stream[:length], NUM_TOKENS)
         while name == "first" and request.num_computed_tokens < length:
@@ -128,10 +133,10 @@ def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Famil
 def test_tokens_and_logits_are_those_of_transformers(family_of, family: str, model_impl: str):
     folder, model, streams = family_of(family)
     loaded = load_model(folder, LoadOptions(num_threads=1, model_impl=model_impl))
-    windows = [group.window for group in loaded.facts.groups if group.window is not None]
+    limits = [group.window or group.chunk or 0 for group in loaded.facts.groups]
     rig = run_under_pressure(loaded, streams)
     assert loaded.implementation == model_impl
-    assert all(length > max(2 * max(windows, default=0), 3 * BLOCK_SIZE) for length, _ in streams.values())
+    assert all(length > max(2 * max(limits, default=0), 3 * BLOCK_SIZE) for length, _ in streams.values())
     for name, (_, stream) in streams.items():
         assert rig.requests[name].token_ids == stream
     assert worst_difference(rig, model, streams) < TOLERANCE
@@ -142,6 +147,21 @@ def test_tokens_and_logits_are_those_of_transformers(family_of, family: str, mod
     entries = [entry for header in read_headers(folder) for entry in header.entries]
     stated = text_config(read_json_object(folder / "config.json"))
     assert stated_state_bytes(folder, stated, entries) == bytes_per_slot(loaded.facts.state_shapes)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 64])
+def test_tokens_see_their_chunk_and_have_the_temperature_of_their_position_in_every_step(
+    family_of, caplog: pytest.LogCaptureFixture, num_tokens: int
+):
+    folder, model, streams = family_of("llama4")
+    loaded = load_model(folder, LoadOptions(num_threads=1))
+    assert [(shape.window, shape.chunk) for shape in loaded.facts.kv_shapes] == [(None, 12), (None, None)]
+    assert "logits may differ" not in caplog.text
+    rig = run_under_pressure(loaded, streams, num_tokens)
+    for name, (_, stream) in streams.items():
+        assert rig.requests[name].token_ids == stream
+    assert worst_difference(rig, model, streams) < TOLERANCE
+    assert rig.num_hits > 0
 
 
 def test_the_windows_are_those_of_the_layers(tmp_path: Path):
@@ -165,7 +185,6 @@ def test_the_windows_are_those_of_the_layers(tmp_path: Path):
         ("falcon_mamba", "linear_attention"),
         ("jamba", "linear_attention"),
         ("kimi_linear", "linear_attention"),
-        ("llama4_text", "chunked_attention"),
         ("mamba", "linear_attention"),
         ("minimax", "linear_attention"),
         ("zamba2", "hybrid, linear_attention"),

@@ -57,8 +57,6 @@ def test_a_rope_that_depends_on_the_batch_limits_the_length(rope, expected):
         ("bart", {}, "Bart is an encoder-decoder"),
         ("whisper", {}, "Whisper is an encoder-decoder"),
         ("jamba", {}, "Jamba has layers of kind linear_attention with states that are not known"),
-        ("llama4_text", {}, "Llama4Text has layers of kind chunked_attention"),
-        ("llama4_text", {"layer_types": ["full_attention"] * 48}, "Llama4Text tunes the temperature"),
         ("mllama", {}, "Mllama attends to another model's states"),
         ("vit", {}, r"ViT \(model type vit\) does not generate text"),
     ],

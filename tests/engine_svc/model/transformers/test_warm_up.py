@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import (
+    and_masks,
     bidirectional_mask_function,
     causal_mask_function,
     chunked_causal_mask_function,
@@ -21,7 +22,7 @@ from transformers.masking_utils import (
 
 from engine_svc.model.errors import UnsupportedModel
 from engine_svc.model.facts import KVShape
-from engine_svc.model.transformers.attention_mask import MaskBook, OddMask
+from engine_svc.model.transformers.attention_mask import MaskBook, OddMask, Sight
 from engine_svc.model.transformers.model import TransformersModel
 from engine_svc.model.transformers.warm_up import warm_up
 from tests.engine_svc.model.checkpoints import make_checkpoint
@@ -187,6 +188,19 @@ def test_a_model_that_forgets_when_it_generates_what_its_attention_sees_is_refus
         warmed_up(llama)
 
 
+def test_temperatures_that_do_not_follow_positions_are_refused(tmp_path):
+    module = make_checkpoint("llama4", tmp_path, floor_scale=8192)
+    layer = module.model.layers[1].self_attn
+    forward = layer.forward
+    # Without a cache a layer counts from the first token of the step.
+    layer.forward = lambda *_, **options: forward(**{**options, "past_key_values": None})
+    with pytest.raises(UnsupportedModel, match="Llama4ForCausalLM computes other logits"):
+        warmed_up(module)
+    layer.forward = forward
+    assert [shape.chunk for shape in warmed_up(module)] == [12, None]
+    assert layer.floor_scale == 8192
+
+
 def test_a_foreign_error_becomes_a_refusal_with_the_models_name(llama):
     llama.model.layers[0].self_attn = Broken()
     with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM cannot run .* KeyError: 'past_key_values'"):
@@ -204,13 +218,19 @@ def test_a_model_that_does_not_say_how_long_sequences_may_be_is_refused(llama):
 LENGTH = 8
 
 
-def window_of(function, **options: object) -> int | None:
+def sight_of(function, **options: object) -> Sight:
     book = MaskBook()
     # A layer gets the one mask out of several, or a slice of it.
     book.make_mask(q_length=LENGTH, kv_length=LENGTH, mask_function=causal_mask_function)
     mask = book.make_mask(q_length=LENGTH, kv_length=LENGTH, mask_function=function, **options)
     book.make_mask(q_length=LENGTH, kv_length=LENGTH, mask_function=sliding_window_causal_mask_function(2))
-    return book.window_of(mask[:, :, :, :LENGTH])
+    return book.sight_of(mask[:, :, :, :LENGTH])
+
+
+def window_of(function, **options: object) -> int | None:
+    window, chunk = sight_of(function, **options)
+    assert chunk is None
+    return window
 
 
 def test_a_causal_mask_has_no_window():
@@ -222,29 +242,46 @@ def test_a_window_is_found_however_much_longer_than_the_sample(window):
     assert window_of(sliding_window_causal_mask_function(window)) == window
 
 
+def chunks_of(size: int) -> Callable[..., torch.Tensor]:
+    return chunked_causal_mask_function(size, torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("chunk", [2, 9, 8191, 8192])
+def test_chunks_are_found_however_much_longer_than_the_sample(chunk):
+    assert sight_of(chunks_of(chunk)) == (None, chunk)
+
+
 @pytest.mark.parametrize(
     "function",
     [
         bidirectional_mask_function,
         sliding_window_bidirectional_mask_function(4),
-        chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)),
-        chunked_causal_mask_function(8192, torch.zeros(1, dtype=torch.int64)),
-        chunked_causal_mask_function(8191, torch.zeros(1, dtype=torch.int64)),
+        chunked_causal_mask_function(4, torch.tensor([1])),
+        and_masks(chunks_of(8192), sliding_window_causal_mask_function(4096)),
+        and_masks(chunks_of(12), lambda batch, head, query, key: query != 12),
         or_masks(causal_mask_function, lambda batch, head, query, key: key < 5),
         or_masks(sliding_window_causal_mask_function(4), lambda batch, head, query, key: key == 0),
     ],
-    ids=["both ways", "window both ways", "chunks", "long chunks", "odd chunks", "prefix", "anchored window"],
+    ids=[
+        "both ways",
+        "window both ways",
+        "late chunks",
+        "windows in chunks",
+        "a blind token",
+        "prefix",
+        "anchored window",
+    ],
 )
-def test_what_is_neither_causal_nor_a_window_is_refused(function):
+def test_what_is_neither_causal_nor_a_window_nor_chunks_is_refused(function):
     with pytest.raises(OddMask, match="see other tokens"):
-        window_of(function)
+        sight_of(function)
 
 
 def test_a_mask_that_was_not_asked_for_here_is_refused():
     book = MaskBook()
     book.make_mask(q_length=LENGTH, kv_length=LENGTH, mask_function=causal_mask_function)
     with pytest.raises(OddMask, match="a mask of its own"):
-        book.window_of(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril())
+        book.sight_of(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril())
 
 
 def looked_up(function, is_image: list[bool]):

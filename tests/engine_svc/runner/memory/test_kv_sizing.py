@@ -143,6 +143,19 @@ def test_a_window_needs_no_more_blocks_than_it_and_the_step_cover():
         size(mixed, max_model_len=4096, num_kv_blocks=260)
 
 
+def test_a_chunk_of_attention_needs_no_more_blocks_than_it_and_the_step_cover():
+    chunked = facts_of(*(KVShape(2, 8, 8, chunk=48),) * 3)
+    assert size(chunked, max_model_len=4096, num_kv_blocks=5).num_blocks == 5
+    with pytest.raises(KVCapacityError, match="needs 5 blocks"):
+        size(chunked, max_model_len=4096, num_kv_blocks=4)
+    assert size(chunked, max_model_len=64, num_kv_blocks=4).num_blocks == 4
+
+
+def test_chunks_of_attention_that_are_no_whole_blocks_are_refused():
+    with pytest.raises(ValueError, match="block_size is 32, it must divide 48"):
+        size(facts_of(KVShape(2, 8, 8), KVShape(2, 8, 8, chunk=48)), block_size=32)
+
+
 def test_a_container_that_has_less_left_than_the_machine_is_heeded(tmp_path):
     (tmp_path / "memory.max").write_text("1073741824\n")
     (tmp_path / "memory.current").write_text("536870912\n")
@@ -234,8 +247,8 @@ def test_layers_of_one_group_have_memory_of_their_own_and_those_of_different_gro
 
 def test_shapes_that_differ_never_share_memory():
     counts, places = assign_layers(
-        (KVShape(4, 8, 8), KVShape(2, 8, 8, window=5), KVShape(2, 8, 8, window=5)),
-        facts_of(KVShape(4, 8, 8), KVShape(2, 8, 8, window=5), KVShape(2, 8, 8, window=5)).groups,
+        (KVShape(4, 8, 8), KVShape(2, 8, 8, window=5), KVShape(2, 8, 8, chunk=8)),
+        facts_of(KVShape(4, 8, 8), KVShape(2, 8, 8, window=5), KVShape(2, 8, 8, chunk=8)).groups,
     )
     assert counts == {KVShape(4, 8, 8): 1, KVShape(2, 8, 8): 1}
     assert places == [0, 0, 0]
