@@ -12,7 +12,7 @@ import torch
 from engine_svc.build.features import extra_types
 from engine_svc.build.runner import Progress, RunnerSide, size_cache
 from engine_svc.config import EngineConfig
-from engine_svc.model.facts import KVShape, ModelFacts, groups_of_stage
+from engine_svc.model.facts import KVShape, ModelFacts, StateShape, groups_of_stage
 from engine_svc.model.process_parallel import RankPosition
 from engine_svc.ranks.control_pipe import RankMessage
 from engine_svc.ranks.process_group import GroupLimits, ProcessGroup, RankLaunch, RanksStarting
@@ -99,7 +99,8 @@ def build_ranks(
     group = starting.finish(
         settings,
         max_num_seqs=config.max_num_seqs,
-        num_groups=len(model.groups),
+        # Of layers with attention, and the one of layers with states.
+        num_groups=len(model.groups) + bool(num_state_slots),
         extras=extra_types(),
     )
     side = RunnerSide(
@@ -160,6 +161,9 @@ def _part(message: RankMessage) -> _Part:
     fields: dict[str, Any] = message
     facts = fields["facts"]
     facts["kv_shapes"] = tuple(KVShape(**shape) for shape in facts["kv_shapes"])
+    facts["state_shapes"] = tuple(
+        StateShape(tuple(tuple(part) for part in shape["parts"])) for shape in facts["state_shapes"]
+    )
     facts["eos_token_ids"] = tuple(facts["eos_token_ids"])
     facts["expert_choices"] = tuple(facts["expert_choices"])
     return _Part(

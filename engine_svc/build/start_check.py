@@ -29,7 +29,7 @@ from engine_svc.model.loading.folder import (
 from engine_svc.model.loading.formats.sources import quantization_method, weight_sources
 from engine_svc.model.loading.gguf.folder import is_from_file
 from engine_svc.model.loading.hub import is_gguf_path, is_hub_id
-from engine_svc.model.loading.states import stated_state_bytes
+from engine_svc.model.loading.states import check_state_ranks, stated_state_bytes
 from engine_svc.runner.memory.host_memory import MIB, cuda_device_bytes, free_host_bytes
 from engine_svc.scheduler.policies import POLICIES
 from triptych_kit.config import ConfigError
@@ -68,6 +68,7 @@ def check_start(config: EngineConfig, *, num_engines: int = 1) -> None:
     entries = [entry for header in headers for entry in header.entries]
     state_bytes = stated_state_bytes(folder, text_config(content), entries)
     if state_bytes:
+        check_state_ranks(folder, text_config(content), config.tensor_parallel_size)
         _check_states(config, state_bytes)
     sources = weight_sources(folder, content, entries)
     if sources:
@@ -144,12 +145,11 @@ def _check_ranks(config: EngineConfig, stated: Mapping[str, Any]) -> None:
 
 def _check_states(config: EngineConfig, state_bytes: int) -> None:
     """Raise ConfigError for options that do not go with a model whose layers keep states."""
-    for option, size in (
-        ("--tensor-parallel-size", config.tensor_parallel_size),
-        ("--pipeline-parallel-size", config.pipeline_parallel_size),
-    ):
-        if size > 1:
-            raise ConfigError(f"{option} is {size}, a model whose layers keep states takes 1")
+    if config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"--pipeline-parallel-size is {config.pipeline_parallel_size}, a model whose layers keep states "
+            "takes 1"
+        )
     if config.speculation.method != "off":
         raise ConfigError(
             f"--speculative is {config.speculation.method}, a model whose layers keep states takes off: a "

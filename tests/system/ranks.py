@@ -17,16 +17,18 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     MixtralConfig,
     Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3MoeConfig,
 )
 
-from engine_svc.build.engine import attention_kind, build_core
+from engine_svc.build.engine import build_core, layer_kinds
 from engine_svc.build.ranks import RankedSide, build_ranks
 from engine_svc.build.runner import RunnerSide
 from engine_svc.cache.config import CacheConfig
@@ -77,6 +79,29 @@ _CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "olmo3": lambda: Olmo3Config(
         **_SHAPE, sliding_window=16, layer_types=["sliding_attention", "full_attention"] * 2
+    ),
+    # One group of heads, which both ranks have, and whose norm spans them.
+    "granitemoehybrid": lambda: GraniteMoeHybridConfig(
+        **_SHAPE,
+        **_EXPERTS,
+        num_local_experts=4,
+        shared_intermediate_size=128,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_d_state=16,
+    ),
+    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(
+        **_SHAPE,
+        **_EXPERTS,
+        num_experts=8,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=16,
     ),
     "phi3": lambda: Phi3Config(**_SHAPE, pad_token_id=0),
     "qwen3_moe": lambda: Qwen3MoeConfig(**_SHAPE, **_EXPERTS, num_experts=8, moe_intermediate_size=64),
@@ -195,8 +220,10 @@ class Driver:
             async_scheduling=self.side.steps_in_flight > 1,
             max_steps_in_flight=self.side.steps_in_flight,
         )
-        groups = tuple(attention_kind(group, BLOCK_SIZE) for group in self.side.model.groups)
-        self._scheduler = build_core(config, CacheConfig(self.side.num_kv_blocks + 1, groups)).scheduler
+        num_slots = self.side.num_state_slots
+        groups = layer_kinds(config_of(Path()), self.side.model.groups, num_slots)
+        cache = CacheConfig(self.side.num_kv_blocks + 1, groups, num_state_slots=num_slots)
+        self._scheduler = build_core(config, cache).scheduler
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
 
     @property

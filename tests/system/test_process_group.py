@@ -64,7 +64,10 @@ from triptych_kit.clock import MonotonicClock
 
 pytestmark = pytest.mark.chaos
 
-FAMILIES = ("llama", "phi3", "qwen2", "mixtral", "qwen3_moe", "gemma3", "olmo3", "gpt_oss")
+FAMILIES = (
+    "llama", "phi3", "qwen2", "mixtral", "qwen3_moe", "gemma3", "olmo3", "gpt_oss", "qwen3_5_moe",
+    "granitemoehybrid",
+)  # fmt: skip
 NUM_REQUESTS = 12
 TP_2 = {"tensor_parallel_size": 2}
 PP_2 = {"pipeline_parallel_size": 2}
@@ -109,6 +112,8 @@ def with_requests(driver: Driver) -> Driver:
         ("olmo3", TP_2),
         ("gpt_oss", TP_2),
         ("gpt_oss", EP_2),
+        ("qwen3_5_moe", TP_2),
+        ("granitemoehybrid", TP_2),
     ],
     ids=[
         "llama-tp2",
@@ -122,6 +127,8 @@ def with_requests(driver: Driver) -> Driver:
         "olmo3-tp2",
         "gpt-oss-tp2",
         "gpt-oss-ep2",
+        "delta-rule-tp2",
+        "state-scan-tp2",
     ],
 )
 def test_ranks_say_what_one_says_and_hold_their_share(family, division, folders, alone):

@@ -79,6 +79,34 @@ _FAMILIES: Mapping[str, _Fields] = {
     "qwen3_next": _DELTA,
 }
 
+# Those whose heads tensor-parallel ranks divide.
+_DIVIDED = frozenset({"granitemoehybrid", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
+
+
+def check_state_ranks(folder: Path, stated: Mapping[str, Any], num_ranks: int) -> None:
+    """Raise UnsupportedModel if tensor-parallel ranks cannot divide the layers with states.
+
+    stated: of a model that has such layers.
+    """
+    model_type = stated["model_type"]
+    if num_ranks == 1:
+        return
+    if model_type not in _DIVIDED:
+        raise UnsupportedModel(
+            f"--tensor-parallel-size is {num_ranks}, a {model_type}, whose layers keep states, takes 1"
+        )
+    fields, read = _FAMILIES[model_type], _Reader(folder, stated)
+    num_heads, num_groups = read(fields.num_heads), read(fields.num_groups)
+    if num_heads % num_ranks:
+        raise UnsupportedModel(
+            f"--tensor-parallel-size {num_ranks} does not divide {fields.num_heads[0]}, {num_heads}"
+        )
+    if num_groups % num_ranks and num_ranks % num_groups:
+        raise UnsupportedModel(
+            f"--tensor-parallel-size {num_ranks} neither divides {fields.num_groups[0]}, {num_groups}, nor "
+            "is a multiple of it"
+        )
+
 
 def stated_state_bytes(folder: Path, stated: Mapping[str, Any], entries: Iterable[HeaderEntry]) -> int:
     """The size of one state of all layers; 0 for a model whose layers keep none.

@@ -556,8 +556,12 @@ MODELS_WITH_STATES: dict[str, tuple[Arrange, tuple[str, ...]]] = {
         ("conv1d.weight has shape (96, 1, 4), by config.json (128, 1, 4)",),
     ),
     "states and ranks": (
-        qwen("--tensor-parallel-size=2"),
-        ("--tensor-parallel-size is 2, a model whose layers keep states takes 1",),
+        with_states(_BAMBA, "--tensor-parallel-size=2", num_channels=128),
+        ("--tensor-parallel-size is 2, a bamba, whose layers keep states, takes 1",),
+    ),
+    "heads and ranks": (
+        with_states({**_QWEN, "linear_num_value_heads": 6}, "--tensor-parallel-size=4", num_channels=128),
+        ("--tensor-parallel-size 4 does not divide linear_num_value_heads, 6",),
     ),
     "states and stages": (
         qwen("-pp", "2"),
