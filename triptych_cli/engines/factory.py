@@ -6,6 +6,7 @@ from typing import Literal, overload
 
 from engine_svc.config import EngineConfig
 from triptych_cli.engines.own_engine import OwnEngine
+from triptych_kit.process.setup import prepare_torch
 
 # What a frontend process gets, so that its client uses the intended ones of the coordinator's engines.
 FrontendFlags = tuple[str, ...]
@@ -57,6 +58,7 @@ def make_engine_client(
             from triptych_cli.engines.child_engine import ChildEngine
 
             return ChildEngine(config, start_timeout_s=start_timeout_s)
+        prepare_torch()
         from triptych_cli.engines.in_process import InProcessEngine
 
         return InProcessEngine(config)

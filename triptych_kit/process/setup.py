@@ -45,7 +45,17 @@ def prepare_process(role: Role) -> None:
     os.environ.setdefault("GRPC_EXPERIMENTS", _EXPERIMENTS_OFF[role])
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    if role == "engine":
+        prepare_torch()
     write_when_asked()
+
+
+def prepare_torch() -> None:
+    """Set the environment that torch reads at its import, unless the user has set it.
+
+    Threads of OpenMP that spin while they wait take the cores of the kernels' own threads.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def _open_missing_streams() -> None:
