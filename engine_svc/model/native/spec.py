@@ -186,7 +186,7 @@ def read_spec(config: Any) -> DecoderSpec:
 
     Raises NotNative, with the reason, if the native decoder would compute something else.
     """
-    config = _text_part(config)
+    whole, config = config, _text_part(config)
     if config.model_type not in _FAMILIES:
         raise NotNative(f"there is no native decoder for model type {config.model_type}")
     if not getattr(config, "is_causal", True):
@@ -226,7 +226,8 @@ def read_spec(config: Any) -> DecoderSpec:
         has_qkv_bias=family == "qwen2" or has_attention_bias,
         has_out_bias=has_attention_bias,
         is_joined=family == "phi3",
-        ties_embeddings=bool(config.tie_word_embeddings),
+        # A config with a text part may state it beside that alone, which is what transformers reads.
+        ties_embeddings=bool(config.tie_word_embeddings or whole.tie_word_embeddings),
         embedding_scale=config.hidden_size**0.5 if is_gemma else None,
         input_scale=_factor(config.embedding_multiplier) if is_granite else None,
         attention_scale=_attention_scale(config),

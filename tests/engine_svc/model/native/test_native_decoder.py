@@ -320,6 +320,17 @@ def test_a_decoder_may_be_the_text_part_of_a_model_with_stacked_experts(tmp_path
     assert plain.facts.num_parameters == part.facts.num_parameters
 
 
+def test_embeddings_of_a_text_part_are_tied_where_only_the_whole_config_says_so(tmp_path):
+    make_checkpoint("qwen3_5", tmp_path, tie_word_embeddings=True)
+    plain = load_model(tmp_path, NATIVE)
+    text_config = json.loads((tmp_path / "config.json").read_text())
+    del text_config["tie_word_embeddings"]
+    whole = {"model_type": "qwen3_5", "text_config": text_config, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    part = load_model(tmp_path, NATIVE)
+    assert torch.equal(*(logits_in_chunks(each, some_tokens(), [NUM_TOKENS]) for each in (plain, part)))
+
+
 @pytest.mark.parametrize("name", ["swiglu_limit", "swiglu_alpha"])
 def test_experts_clamped_otherwise_fall_back_to_transformers(name, tmp_path):
     make_checkpoint("gpt_oss", tmp_path)
