@@ -319,8 +319,9 @@ class _TimeLimit:
         self._timer.cancel()
 
     def cpu_s(self) -> float:
-        """CPU seconds of the process since the beginning."""
-        return self._link.cpu_s() - self._cpu_before_s
+        """CPU seconds of the process since the beginning; infinite if the system does not report them."""
+        now_s = self._link.cpu_s()
+        return now_s if math.isinf(now_s) else now_s - self._cpu_before_s
 
     def _expire(self) -> None:
         if self._num_limits < _MAX_LIMITS and self.cpu_s() < _FAIR_SHARE * self._limit_s:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import random
 import select
@@ -29,7 +30,8 @@ from frontend_svc.text.workers.frames import (
     pack_head,
     unpack_numbers,
 )
-from frontend_svc.text.workers.work_queue import LONG_BYTES
+from frontend_svc.text.workers.link import WorkerLink
+from frontend_svc.text.workers.work_queue import LONG_BYTES, Work, WorkQueue
 from frontend_svc.text.workers.workers import TextWorkers, noting_wait
 from tests.frontend_svc.tokenizers import SAMPLES, byte_level_tokenizer
 from tests.processes import running, source_environment
@@ -247,6 +249,25 @@ async def test_a_tenant_waits_for_no_queue_of_another_tenant_s_slow_texts(make_w
     for task in hostile:
         task.cancel()
     await asyncio.gather(*hostile, return_exceptions=True)
+
+
+async def test_a_slow_task_counts_as_one_where_no_cpu_time_is_reported(
+    make_workers, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(WorkerLink, "cpu_s", lambda link: math.inf)
+    ended: list[float] = []
+    end = WorkQueue.end
+
+    def noting_end(queue: WorkQueue, work: Work, now: float) -> None:
+        ended.append(work.cpu_s)
+        end(queue, work, now)
+
+    monkeypatch.setattr(WorkQueue, "end", noting_end)
+    workers = make_workers(1, time_limit_s=0.3)
+    slow = files(tokenizer=slow_tokenizer())
+    await workers.load(slow)
+    await refusal(workers, SLOW_TEXT, slow)
+    assert ended[-1] == math.inf
 
 
 async def test_the_time_in_the_queue_is_noted_for_those_who_ask(make_workers):
