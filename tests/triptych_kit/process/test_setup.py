@@ -26,12 +26,23 @@ def prepared(role: str, **given: str) -> dict[str, str]:
         f"prepare_process({role!r})\n"
         "print(json.dumps({**os.environ, 'imported': str('grpc' in sys.modules)}))"
     )
-    env = {name: value for name, value in os.environ.items() if name not in NAMES} | given
+    unset = (*NAMES, "OMP_WAIT_POLICY")
+    env = {name: value for name, value in os.environ.items() if name not in unset} | given
     output = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, check=True, text=True
     ).stdout
     variables: dict[str, str] = json.loads(output)
     return variables
+
+
+@pytest.mark.parametrize(
+    ("role", "given", "expected"),
+    [("engine", {}, "passive"), ("engine", {"OMP_WAIT_POLICY": "active"}, "active"), ("frontend", {}, None)],
+)
+def test_threads_of_openmp_sleep_in_engines_unless_the_user_says_otherwise(
+    role: str, given: dict[str, str], expected: str | None
+) -> None:
+    assert prepared(role, **given).get("OMP_WAIT_POLICY") == expected
 
 
 ALL_OFF = "-event_engine_client,-event_engine_listener,-event_engine_dns"
