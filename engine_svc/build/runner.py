@@ -224,7 +224,7 @@ def _graphs(
     config: EngineConfig, model: Model, facts: ModelFacts, kv: KVTensors, max_model_len: int
 ) -> DecodeGraphs | None:
     # Models of transformers may synchronize with the device inside a forward, which cannot be recorded.
-    is_recorded = isinstance(model, NativeDecoder) and model.head is not None
+    is_recorded = isinstance(model, NativeDecoder) and model.is_recordable
     if kv.device.type != "cuda" or not config.cuda_graphs or not is_recorded:
         return None
     return DecodeGraphs(

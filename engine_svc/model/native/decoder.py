@@ -111,6 +111,11 @@ class NativeDecoder:
         return (len(chosen), chosen[0]) if chosen and self.parallel.pp_size == 1 else (0, 0)
 
     @property
+    def is_recordable(self) -> bool:
+        """Whether decode steps can be recorded: they give logits, and read no slots of states."""
+        return self.head is not None and not self.state_shapes
+
+    @property
     def embedding_size(self) -> int:
         return self.hidden_size
 

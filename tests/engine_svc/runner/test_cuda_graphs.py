@@ -67,6 +67,11 @@ def decode(batch: InputBatch, lengths: list[int]):
     return batch.gather(step)
 
 
+@pytest.mark.parametrize(("family", "is_recordable"), [("llama", True), ("qwen3_5", False)])
+def test_steps_of_a_model_with_states_are_not_recorded(family, is_recordable, tiny_model):
+    assert tiny_model(family, "native").ours.model.is_recordable == is_recordable
+
+
 @torch.inference_mode()
 def test_a_replay_yields_the_logits_and_the_cache_of_the_forward_itself(case):
     model, kv, batch, graphs, recorder = case
