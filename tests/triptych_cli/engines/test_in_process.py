@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -193,4 +194,7 @@ async def test_an_engine_that_ends_by_itself_reports_its_death() -> None:
     await engine.start()
     engine.served.inbox.put(Fail(ZeroDivisionError("in a step")))
     assert "ZeroDivisionError" in await asyncio.wait_for(engine.death, WAIT_S)
+    # Full collections do not visit what lives as long as the engine.
+    assert gc.get_freeze_count() > 0
     await engine.close()
+    assert gc.get_freeze_count() == 0
