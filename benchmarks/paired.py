@@ -173,10 +173,15 @@ def alternate(
             for checkout, metrics in turns if round_index % 2 == 0 else reversed(turns):
                 metrics |= measure(checkout)
         for rounds, (_, metrics) in zip((base_rounds, head_rounds), turns, strict=True):
-            rounds.append(metrics | ({_MEAN: geometric_mean(metrics.values())} if len(metrics) > 1 else {}))
+            rounds.append(metrics)
         print(
             f"round {round_index + 1} of {num_rounds}: {base_rounds[-1]} {head_rounds[-1]}", file=sys.stderr
         )
+    all_rounds = (*base_rounds, *head_rounds)
+    # Differences of times may be negative: they have no such mean.
+    if len(base_rounds[0]) > 1 and min(min(metrics.values()) for metrics in all_rounds) > 0:
+        for metrics in all_rounds:
+            metrics[_MEAN] = geometric_mean(metrics.values())
     return [
         Comparison(
             metric,

@@ -61,6 +61,11 @@ def test_the_first_of_a_round_alternates_and_the_first_turns_are_not_counted() -
     assert (comparison.base, comparison.head) == ([3.0, 6.0], [4.0, 5.0])
 
 
+def test_differences_that_may_be_negative_have_no_geometric_mean() -> None:
+    compared = alternate([lambda _: {"a": 1.0, "b": -0.1}], BASE, HEAD, 1, higher_is_better=False)
+    assert [each.metric for each in compared] == ["a", "b"]
+
+
 def test_a_turn_runs_in_the_checkout_and_reads_the_last_line_or_the_report(tmp_path: Path) -> None:
     program = (
         'import os, sys, pathlib; pathlib.Path(sys.argv[1]).write_text(\'{"rows": [{"us": 7.0}]}\');'
