@@ -359,7 +359,7 @@ def test_rows_are_rounded_where_that_is_asked_for_and_fingerprints_say_so(tmp_pa
     config = EngineConfig(model=str(quantized))
     modes = [kernel_mode(config, model) for model in (exact, int8, auto, plain)]
     assert modes[0] == modes[3] != modes[1] == modes[2]
-    # Releases whose kernels add in another order are told apart.
+    # Releases whose kernels add in another order do not continue each other's requests.
     assert modes[0].startswith(f"native-{exact.ops.name}-{SUMS_VERSION}-")
 
 
