@@ -122,10 +122,11 @@ class Unwritten(NothingKept):
             if total + num_bytes <= limit and num_bytes < free:
                 break
             path.unlink(missing_ok=True)
-            total, free = total - size, free + size
             logger.info("packed weights removed", extra={"path": str(path), "size_bytes": size})
-        # A file that another engine has open takes its room until that ends.
-        free = shutil.disk_usage(folder).free
+            total, free_before, free = total - size, free, shutil.disk_usage(folder).free
+            # One that another engine has open takes its room until that ends, as the others may.
+            if free <= free_before and total + num_bytes <= limit:
+                break
         if num_bytes >= free:
             _warn_not_kept(folder, f"{num_bytes} bytes do not fit, {free} are free")
             return False

@@ -352,6 +352,21 @@ def test_on_a_full_disk_new_weights_replace_what_was_not_used_for_longest(
     assert (NOT_KEPT in caplog.text) == ("new" not in left)
 
 
+def test_of_files_whose_room_stays_taken_one_is_removed(folder, kept, monkeypatch, caplog):
+    num_bytes = num_bytes_of(load(folder, kept)[0].model.packed.entries)
+    (path,) = files_of(kept)
+    path.unlink()
+    for used_at in range(3):
+        other = kept.folder / f"{used_at}.packed"
+        other.write_bytes(bytes(num_bytes))
+        os.utime(other, (used_at, used_at))
+    # An engine that has a file open keeps its room.
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=num_bytes // 2))
+    load(folder, kept)
+    assert {each.stem for each in files_of(kept)} == {"1", "2"}
+    assert NOT_KEPT in caplog.text
+
+
 def test_more_than_the_limit_and_too_little_are_not_kept(folder, kept, caplog):
     load(folder, replace(kept, min_bytes=1 << 20))
     assert not kept.folder.exists()
