@@ -133,7 +133,7 @@ class Releases:
     released_at: float = float("-inf")
 
     def is_due(self, num_refused: int, num_closed: int, now: float) -> bool:
-        """Whether one begins now. num_refused: of gRPC; num_closed: connections, those of HTTP too."""
+        """Whether one begins now. num_refused: calls and requests; num_closed: connections."""
         if num_refused - self.num_refused >= _MANY_REFUSED:
             self.num_refused, self.until = num_refused, now + _RELEASES_FOR_S
         if num_closed != self.num_closed:

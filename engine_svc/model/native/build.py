@@ -27,7 +27,7 @@ from engine_svc.model.native.layers import (
     SharedExpert,
     SharedMixture,
 )
-from engine_svc.model.native.recurrence import Convolution, DeltaRule, StateScan
+from engine_svc.model.native.recurrence import Convolution, DeltaRule, Recurrence, StateScan
 from engine_svc.model.native.spec import DecoderSpec, DeltaSpec, DenseSpec, ExpertsSpec, ScanSpec
 from engine_svc.model.parallel import Parallel
 from triptych_kernels import (
@@ -141,7 +141,7 @@ class DecoderBuilder:
                 if recurrence is None
             ),
             state_shapes=tuple(
-                layer.mixer.state_shape for layer in layers if isinstance(layer.mixer, DeltaRule | StateScan)
+                layer.mixer.state_shape for layer in layers if isinstance(layer.mixer, Recurrence)
             ),
             hidden_size=spec.hidden_size,
             dtype=self.dtype,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,14 +35,43 @@ class Convolution:
 
 
 @dataclass(slots=True)
-class DeltaRule:
-    """Linear attention by the gated delta rule; its heads are normed and gated."""
+class Recurrence(ABC):
+    """What follows tokens by a state: projections before and behind it, a convolution between."""
 
     ops: Ops
     layer: int  # index among this rank's layers with states
-    inputs: Projection  # queries, keys and values; gates; b; a
+    inputs: Projection
     convolution: Convolution
     out: Projection
+
+    @property
+    @abstractmethod
+    def state_shape(self) -> StateShape: ...
+
+    @property
+    def projections(self) -> Sequence[Projection]:
+        return self.inputs, self.out
+
+    def __call__(
+        self, x: Tensor, positions: Tensor, cos_sin: Tensor, context: ForwardContext, rows: Tensor | None
+    ) -> Tensor:
+        assert context.states is not None, "a step of a model with states has their slots"
+        states = context.state_layers[self.layer]
+        mixed = self._mixed(self.inputs(x, context.low_rank_slots), states, context.states, rows)
+        return self.out(mixed, context.low_rank_slots_of(rows))
+
+    @abstractmethod
+    def _mixed(self, x: Tensor, states: tuple[Tensor, ...], batch: StateBatch, rows: Tensor | None) -> Tensor:
+        """What `out` projects, of these rows.  x: of `inputs`, all tokens.  states: of all slots, written."""
+
+
+@dataclass(slots=True)
+class DeltaRule(Recurrence):
+    """Linear attention by the gated delta rule; its heads are normed and gated.
+
+    inputs: queries, keys and values; gates; b; a.
+    """
+
     num_groups: int  # key heads on this rank, as num_heads
     key_dim: int
     num_heads: int
@@ -55,20 +85,11 @@ class DeltaRule:
     def state_shape(self) -> StateShape:
         return StateShape((self.convolution.state_shape, (self.num_heads, self.key_dim, self.head_dim)))
 
-    @property
-    def projections(self) -> Sequence[Projection]:
-        return self.inputs, self.out
-
-    def __call__(
-        self, x: Tensor, positions: Tensor, cos_sin: Tensor, context: ForwardContext, rows: Tensor | None
-    ) -> Tensor:
-        batch = _batch_of(context)
-        last_inputs, states = context.state_layers[self.layer]
+    def _mixed(self, x: Tensor, states: tuple[Tensor, ...], batch: StateBatch, rows: Tensor | None) -> Tensor:
+        last_inputs, heads = states
         keys, values = (self.num_groups, self.key_dim), (self.num_heads, self.head_dim)
         key_width, width = self.num_groups * self.key_dim, self.num_heads * self.head_dim
-        inputs, gate, b, a = self.inputs(x, context.low_rank_slots).split(
-            [2 * key_width + width, width, self.num_heads, self.num_heads], dim=1
-        )
+        inputs, gate, b, a = x.split([2 * key_width + width, width, self.num_heads, self.num_heads], dim=1)
         convolved = self.convolution(inputs, last_inputs, batch)
         query, key, value = convolved.split([key_width, key_width, width], dim=1)
         attended = self.ops.gated_delta_rule(
@@ -77,7 +98,7 @@ class DeltaRule:
             value.unflatten(1, values),
             a,
             b,
-            states,
+            heads,
             batch,
             A=self.rates,
             dt_bias=self.dt_bias,
@@ -85,20 +106,17 @@ class DeltaRule:
         if rows is not None:
             attended, gate = attended[rows], gate[rows]
         normed = self.ops.rms_norm(attended, self.norm, self.eps).flatten(1)
-        gated = self.ops.silu_and_mul(torch.cat([gate, normed], dim=1))
-        return self.out(gated, context.low_rank_slots_of(rows))
+        return self.ops.silu_and_mul(torch.cat([gate, normed], dim=1))
 
 
 @dataclass(slots=True)
-class StateScan:
-    """The state space recurrence of Mamba-2; its heads are gated and normed, group by group."""
+class StateScan(Recurrence):
+    """The state space recurrence of Mamba-2; its heads are gated and normed, group by group.
 
-    ops: Ops
+    inputs: gates; x, B and C; dt.
+    """
+
     parallel: Parallel
-    layer: int  # index among this rank's layers with states
-    inputs: Projection  # gates; x, B and C; dt
-    convolution: Convolution
-    out: Projection
     num_groups: int  # on this rank, as num_heads
     state_size: int
     num_heads: int
@@ -116,20 +134,11 @@ class StateScan:
     def state_shape(self) -> StateShape:
         return StateShape((self.convolution.state_shape, (self.num_heads, self.state_size, self.head_dim)))
 
-    @property
-    def projections(self) -> Sequence[Projection]:
-        return self.inputs, self.out
-
-    def __call__(
-        self, x: Tensor, positions: Tensor, cos_sin: Tensor, context: ForwardContext, rows: Tensor | None
-    ) -> Tensor:
-        batch = _batch_of(context)
-        last_inputs, states = context.state_layers[self.layer]
+    def _mixed(self, x: Tensor, states: tuple[Tensor, ...], batch: StateBatch, rows: Tensor | None) -> Tensor:
+        last_inputs, kept = states
         width, group_width = self.num_heads * self.head_dim, self.num_groups * self.state_size
         groups = (self.num_groups, self.state_size)
-        gate, inputs, dt = self.inputs(x, context.low_rank_slots).split(
-            [width, width + 2 * group_width, self.num_heads], dim=1
-        )
+        gate, inputs, dt = x.split([width, width + 2 * group_width, self.num_heads], dim=1)
         convolved = self.convolution(inputs, last_inputs, batch)
         heads, B, C = convolved.split([width, group_width, group_width], dim=1)
         y = self.ops.ssd_scan(
@@ -137,7 +146,7 @@ class StateScan:
             dt,
             B.unflatten(1, groups),
             C.unflatten(1, groups),
-            states,
+            kept,
             batch,
             A=self.rates,
             D=self.skips,
@@ -146,8 +155,7 @@ class StateScan:
         ).flatten(1)
         if rows is not None:
             y, gate = y[rows], gate[rows]
-        gated = self.ops.silu_and_mul(torch.cat([gate, y], dim=1))
-        return self.out(self._normed(gated), context.low_rank_slots_of(rows))
+        return self._normed(self.ops.silu_and_mul(torch.cat([gate, y], dim=1)))
 
     def _normed(self, x: Tensor) -> Tensor:
         """x: [T, num_heads * head_dim]. Returns the same shape."""
@@ -159,8 +167,3 @@ class StateScan:
             own = self.parallel.tp_rank * width
             normed = normed[:, own : own + width]
         return normed * self.norm
-
-
-def _batch_of(context: ForwardContext) -> StateBatch:
-    assert context.states is not None, "a step of a model with states has their slots"
-    return context.states
