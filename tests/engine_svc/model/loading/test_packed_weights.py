@@ -356,14 +356,14 @@ def test_of_files_whose_room_stays_taken_one_is_removed(folder, kept, monkeypatc
     num_bytes = num_bytes_of(load(folder, kept)[0].model.packed.entries)
     (path,) = files_of(kept)
     path.unlink()
-    for used_at in range(3):
+    for used_at in range(4):
         other = kept.folder / f"{used_at}.packed"
-        other.write_bytes(bytes(num_bytes))
+        other.write_bytes(bytes(int(0.3 * num_bytes)))
         os.utime(other, (used_at, used_at))
     # An engine that has a file open keeps its room.
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=num_bytes // 2))
     load(folder, kept)
-    assert {each.stem for each in files_of(kept)} == {"1", "2"}
+    assert {each.stem for each in files_of(kept)} == {"1", "2", "3"}
     assert NOT_KEPT in caplog.text
 
 
