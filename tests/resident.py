@@ -1,9 +1,10 @@
-"""How much memory this process holds, as tests compare it before and after."""
+"""How much memory a process holds, as tests compare it before and after."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import os
 from pathlib import Path
 
 _KIB_PER_MIB = 1024
@@ -18,5 +19,10 @@ def resident_mib() -> float:
     # Garbage of other tests must not be freed between two readings.
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return anonymous_mib(os.getpid())
+
+
+def anonymous_mib(pid: int) -> float:
+    """Memory in use that a process got itself, in MiB."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) / _KIB_PER_MIB

@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.report import Report, Row, median_interval, print_table
+from benchmarks.rig.greedy import TIE, differences
 from triptych_cli.llm import LLM, SamplingParams
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -40,7 +41,6 @@ MIXES = {"one": (16,), "eight": (8, 16, 32, 8, 16, 32, 8, 16), "nine": (8, 16, 3
 _EQUAL_RANKS = (4, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, 96, 112, 120, 128)
 _NUM_SLOTS = 8
 _PROMPT_TOKENS = 64
-_TIE = 1e-4
 _MIN_RATIO = {"one": 0.9, "eight": 0.75}
 _MAX_LOSS_OF_NINE = 0.1
 
@@ -330,15 +330,9 @@ def _load(model: Path, adapter: str, dtype: torch.dtype, *, merged: bool) -> tor
     return loaded.eval()
 
 
-@torch.inference_mode()
 def _difference(merged: torch.nn.Module, prompt: list[int], answer: list[int]) -> str:
     """How the answer differs from the model's own, which is given each token of the answer up to there."""
-    logits = merged(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-    chosen = logits.argmax(-1).tolist()
-    kind = "equal"
-    for position, (ours, theirs) in enumerate(zip(answer, chosen, strict=True)):
-        if ours != theirs:
-            kind = "tie"
-            if logits[position, theirs] - logits[position, ours] > _TIE:
-                return "different"
-    return kind
+    margins = [each.margin for each in differences(merged, prompt, answer)]
+    if not margins:
+        return "equal"
+    return "tie" if max(margins) <= TIE else "different"

@@ -29,6 +29,8 @@ _CELLS = {
     "poison": ("--rounds=1", "--variations=2", "--streams=8"),
     "sessions": ("--scripts=80", "--kills=2"),
     "speculation": ("--proposer=ngram", "--proposer=scripted"),
+    "state_hits": ("--family=nemotron_h", "--shared=100", "--conversations=12"),
+    "states": ("--family=qwen3_5", "--only", "alone", "hits, odd chunks", "kill -9", "--prompts=16"),
 }
 _NAMES = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 # In the form of MaskBench: instances, and whether each is valid.

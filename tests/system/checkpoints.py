@@ -120,8 +120,13 @@ def _write(model: PreTrainedModel, folder: Path, *, special: tuple[str, ...] = (
                 parameter.mul_(EMBEDDING_GAIN if EMBEDDING.search(name) else LINEAR_GAIN)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder, safe_serialization=True)
-    _make_tokenizer(special).save(str(folder / "tokenizer.json"))
+    write_tokenizer(folder, special)
     return folder
+
+
+def write_tokenizer(folder: Path, special: tuple[str, ...] = ()) -> None:
+    """Write a byte-level tokenizer of `VOCAB_SIZE` ids, of which 0 ends a text."""
+    _make_tokenizer(special).save(str(folder / "tokenizer.json"))
 
 
 def _new_model(architecture: str, **changes: object) -> PreTrainedModel:
