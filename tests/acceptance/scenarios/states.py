@@ -8,7 +8,8 @@ longer by its answer and further tokens, and cut short and continued otherwise. 
 ways: alone, 64 in a batch, in chunks of 1, 7, 64 and odd numbers of tokens, with too few blocks, on prefix
 hits, by two engines of which one is killed, by two tensor-parallel ranks. Promised: in fp32 greedy answers
 are those of transformers, which is given each answer up to a token; where its logits of that and of its own
-are within 1e-4, there is a tie, counted apart. All other answers are those that each request has alone.
+are within 1e-4, there is a tie, counted apart. All answers are those that each request has alone; those to
+later requests, which begin as earlier ones, are those of an engine without a prefix cache.
 
 In bf16 each greedy token that is not transformers' own is listed: `gap` is how far it is below that one by
 transformers in fp32 with the same weights, `rounding` how far transformers' logits in bf16 and in fp32
@@ -77,7 +78,8 @@ class Way:
         return self.dtype, self.num_ranks
 
 
-_ALONE = {"max_num_seqs": 1, "enable_prefix_caching": False, "steps_in_flight": 1}
+_UNCACHED: dict[str, object] = {"enable_prefix_caching": False, "steps_in_flight": 1}
+_ALONE = {**_UNCACHED, "max_num_seqs": 1}
 _RANKS = {"tensor_parallel_size": 2}
 _BF16 = "bfloat16"
 # The first of those that compute alike is the one without disturbances.
@@ -224,7 +226,7 @@ class _Family:
         if way.options.items() >= _ALONE.items():
             alone.update((one.key, answer) for one, answer in zip(asked, answers, strict=True))
         elif unknown:
-            alone.update(self._served_alone(way, unknown))
+            alone.update(self._served_uncached(way, unknown))
         greedy = [
             (one.prompt, answer[0]) for one, answer in zip(asked, answers, strict=True) if one.is_greedy
         ]
@@ -261,9 +263,11 @@ class _Family:
                     results += _generate(llm, later)
             return asked, results
 
-    def _served_alone(self, way: Way, asked: Sequence[Asked]) -> dict[tuple[Prompt, str], Answer]:
+    def _served_uncached(self, way: Way, asked: Sequence[Asked]) -> dict[tuple[Prompt, str], Answer]:
+        """The answers to later requests by an engine that computes all of each prompt in one chunk."""
         dtype, num_ranks = way.computes
-        with self._llm(Way("", {**_ALONE, "tensor_parallel_size": num_ranks}, dtype)) as llm:
+        options = {"max_num_seqs": 64, "max_num_batched_tokens": 64 * _MAX_MODEL_LEN}
+        with self._llm(Way("", _UNCACHED | options | {"tensor_parallel_size": num_ranks}, dtype)) as llm:
             results = _generate(llm, asked)
         return {
             one.key: tuple(output.token_ids for output in result.outputs)
