@@ -147,7 +147,7 @@ class CoreDriver:
 
 
 class _RecordingModel:
-    """Computes a step twice: as it is asked to, and for the logits of every token, which it keeps."""
+    """Keeps the logits of every token: where a step asks for fewer, it is computed twice."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -157,6 +157,9 @@ class _RecordingModel:
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
     ) -> Tensor:
         every_row = torch.arange(token_ids.shape[0], device=token_ids.device)
+        if torch.equal(logit_rows, every_row):
+            self.logits = self._model.forward(token_ids, positions, logit_rows, context)
+            return self.logits
         states = [tensor for tensors in context.state_layers for tensor in tensors]
         before = [tensor.clone() for tensor in states]
         self.logits = self._model.forward(token_ids, positions, every_row, context)

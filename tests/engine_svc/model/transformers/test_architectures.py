@@ -23,8 +23,8 @@ from engine_svc.runner.memory.state_tensors import bytes_per_slot
 from tests.engine_svc.model.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine_svc.model.transformers.core_rig import BLOCK_SIZE, CoreRig
 
-NUM_TOKENS = 56
-MIN_DISTINCT = 20
+NUM_TOKENS = 40
+MIN_DISTINCT = 16
 NUM_SHARED = 28  # tokens with which two of the prompts begin
 TOLERANCE = 1e-4
 
