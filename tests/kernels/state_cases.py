@@ -16,8 +16,8 @@ MIXED = [(1, True), (5, False), (0, True), (33, True), (1, False), (70, False), 
 # causal_conv: channels, width.  The others: heads, groups, state size or key dim, head dim or value dim.
 SHAPES: dict[str, list[tuple[int, ...]]] = {
     "causal_conv": [(1, 4), (37, 4), (300, 3), (16, 2), (5, 1)],
-    "ssd_scan": [(1, 1, 1, 1), (4, 2, 16, 8), (3, 1, 17, 33), (2, 2, 128, 64), (2, 1, 40, 144)],
-    "gated_delta_rule": [(1, 1, 1, 1), (4, 2, 16, 8), (3, 1, 17, 33), (2, 2, 64, 128), (2, 1, 40, 144)],
+    "ssd_scan": [(1, 1, 1, 1), (4, 2, 16, 8), (3, 1, 17, 33), (2, 2, 128, 64), (1, 1, 40, 144)],
+    "gated_delta_rule": [(1, 1, 1, 1), (4, 2, 16, 8), (3, 1, 17, 33), (2, 2, 64, 128), (1, 1, 40, 144)],
 }
 ALL_SHAPES = [(op, shape) for op, shapes in SHAPES.items() for shape in shapes]
 

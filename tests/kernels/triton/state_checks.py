@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.state_cases import NUM_MIXED, NUM_SLOTS, mixed_step, noise, state_case
+from tests.kernels.state_cases import NUM_MIXED, NUM_SLOTS, SHAPES, mixed_step, noise, state_case
 from tests.kernels.triton.fresh_memory import with_nan_memory
 from triptych_kernels import REFERENCE, Ops, StateBatch
 
 Op = Callable[..., Tensor]
+
+
+def cases(name: str, dtypes: Iterable[torch.dtype]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Every shape with the first dtype, and one shape with each of the others."""
+    first, *others = dtypes
+    return [(shape, first) for shape in SHAPES[name]] + [(SHAPES[name][1], dtype) for dtype in others]
 
 
 def table(op: Op, name: str) -> Ops:

@@ -11,6 +11,7 @@ from tests.kernels.triton.state_checks import (
     assert_equals_the_reference,
     assert_keeps_the_read_state,
     assert_refuses_other_states,
+    cases,
 )
 from triptych_kernels.triton.causal_conv import causal_conv
 
@@ -19,8 +20,7 @@ TABLES = {"": causal_conv}
 
 
 @pytest.mark.parametrize("form", list(TABLES))
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("shape", SHAPES["causal_conv"], ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), cases("causal_conv", TOLERANCE), ids=str)
 def test_causal_conv_equals_the_reference(shape, dtype, form, device):
     assert_equals_the_reference(TABLES[form], "causal_conv", shape, dtype, TOLERANCE[dtype], device)
 

@@ -10,7 +10,7 @@ from tests.engine_svc.runner.test_model_runner import assert_same_stream, prompt
 from tests.gpu.rig import GpuModel
 from triptych_kernels.triton import triton_ops
 
-NUM_TOKENS = 4
+NUM_TOKENS = 2
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tests.kernels.triton.state_checks import (
     assert_equals_the_reference,
     assert_keeps_the_read_state,
     assert_refuses_other_states,
+    cases,
 )
 from triptych_kernels.triton.gated_delta_rule import gated_delta_rule
 
@@ -21,8 +22,7 @@ TABLES = {"chunked": gated_delta_rule, "recurrent": functools.partial(gated_delt
 
 
 @pytest.mark.parametrize("form", list(TABLES))
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("shape", SHAPES["gated_delta_rule"], ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), cases("gated_delta_rule", TOLERANCE), ids=str)
 def test_gated_delta_rule_equals_the_reference(shape, dtype, form, device):
     assert_equals_the_reference(TABLES[form], "gated_delta_rule", shape, dtype, TOLERANCE[dtype], device)
 

