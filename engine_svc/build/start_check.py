@@ -45,6 +45,7 @@ _BYTES_OF_DTYPES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half
 # Endings of a group of each column, and of scales, with the dimension that counts groups.
 _GROUP_ENDINGS = ((".weight_g_idx", ".weight_scale", 1), (".g_idx", ".scales", 0))
 _GROUP_TYPES = {"I32": "i", "I64": "q"}
+_LLAMA4_CHUNK = 8192  # where config.json states none
 
 
 def check_start(config: EngineConfig, *, num_engines: int = 1) -> None:
@@ -78,6 +79,7 @@ def check_start(config: EngineConfig, *, num_engines: int = 1) -> None:
             f"--quantization {config.quantization} quantizes at load, and the weights of {folder} are "
             f"quantized with {quantization_method(content)} already: leave it out"
         )
+    _check_chunks(config, text_config(content))
     limit = stated_max_position(content)
     if limit is not None and config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"--max-model-len is {config.max_model_len}, the model takes {limit}")
@@ -141,6 +143,19 @@ def _check_ranks(config: EngineConfig, stated: Mapping[str, Any]) -> None:
         )
     if type(num_layers) is int and num_layers < pp_size:
         raise UnsupportedModel(f"--pipeline-parallel-size is {pp_size}, the model has {num_layers} layers")
+
+
+def _check_chunks(config: EngineConfig, stated: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the chunks that tokens of a Llama 4 attend within are no whole blocks."""
+    if stated.get("model_type") not in ("llama4", "llama4_text"):
+        return
+    kinds = stated.get("layer_types") or ["chunked_attention"]
+    chunk = stated.get("attention_chunk_size", _LLAMA4_CHUNK)
+    if "chunked_attention" in kinds and type(chunk) is int and chunk % config.block_size:
+        raise ConfigError(
+            f"--block-size is {config.block_size}, it must divide {chunk}: the model attends in chunks of so "
+            "many tokens"
+        )
 
 
 def _check_states(config: EngineConfig, state_bytes: int) -> None:

@@ -79,6 +79,14 @@ _FAMILIES: Mapping[str, _Fields] = {
     "qwen3_next": _DELTA,
 }
 
+# Others that keep states, which they need not state by kinds of layers.
+_NOT_SERVED = frozenset(
+    {
+        "falcon_mamba", "jamba", "kimi_linear", "mamba", "minimax", "olmo_hybrid", "recurrent_gemma", "rwkv",
+        "xlstm", "zamba", "zamba2",
+    }
+)  # fmt: skip
+
 # Those whose heads tensor-parallel ranks divide.
 _DIVIDED = frozenset({"granitemoehybrid", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
 
@@ -163,6 +171,8 @@ def _check_kinds(folder: Path, stated: Mapping[str, Any], *, has_states: bool) -
             f"{folder} has layers of kind {', '.join(states)}, whose states are not served for model type "
             f"{stated.get('model_type')}"
         )
+    if stated.get("model_type") in _NOT_SERVED:
+        raise UnsupportedModel(f"{folder} is a {stated['model_type']}, whose states are not served")
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,10 @@ def stating(config: Mapping[str, Any]) -> Arrange:
     return arrange
 
 
+def llama4(config: Mapping[str, Any], *flags: str) -> Arrange:
+    return lambda folder: [*stating({"text_config": {"model_type": "llama4_text", **config}})(folder), *flags]
+
+
 def quantized(section: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]) -> Arrange:
     """A folder of these tensors of one module, whose config.json has this section."""
 
@@ -446,6 +450,14 @@ FAILED_STARTS: dict[str, tuple[Arrange, tuple[str, ...]]] = {
     "heads": (flags("-tp", "3"), ("--tensor-parallel-size 3 does not divide the model's 4 attention heads",)),
     "stages": (flags("-pp", "9"), ("--pipeline-parallel-size is 9, the model has 4 layers",)),
     "ranks": (flags("-pp", "2", "--model-impl=transformers"), ("needs a native model, and --model-impl is",)),
+    "chunks": (
+        llama4({}, "--block-size=48"),
+        ("--block-size is 48, it must divide 8192: the model attends in chunks",),
+    ),
+    "smaller chunks": (
+        llama4({"attention_chunk_size": 24, "layer_types": ["chunked_attention", "full_attention"] * 2}),
+        ("--block-size is 16, it must divide 24: the model attends in chunks",),
+    ),
     "encoder-decoder": (stating({"is_encoder_decoder": True}), ("is an encoder-decoder",)),
     "prefill-first": (
         flags("--scheduling-policy=prefill-first", "--no-enable-chunked-prefill"),
@@ -529,6 +541,10 @@ MODELS_WITH_STATES: dict[str, tuple[Arrange, tuple[str, ...]]] = {
         stating({"model_type": "minimax", "layer_types": ["linear_attention", "full_attention"] * 2}),
         ("has layers of kind linear_attention, whose states are not served for model type minimax",),
     ),
+    **{
+        name: (stating({"model_type": name}), (f"is a {name}, whose states are not served",))
+        for name in ("jamba", "mamba", "kimi_linear")
+    },
     "no kinds": (
         qwen(layer_types=["linear_attention", 3]),
         ("layer_types is ['linear_attention', 3], expected a list of kinds",),
