@@ -129,10 +129,9 @@ def _load(rank: _Rank, parallel: ProcessParallel) -> RankLoop:
 
     Keeps no reference to the model.
     """
-    loaded = load_model(
-        rank.config.model, load_options(rank.config), parallel=parallel, progress=_progress(rank)
-    )
-    proposer = make_proposer(rank.config, loaded)
+    options = load_options(rank.config)
+    loaded = load_model(rank.config.model, options, parallel=parallel, progress=_progress(rank))
+    proposer = make_proposer(rank.config, loaded, options)
     reserved = proposer.num_bytes + reserved_bytes(rank.config)
     rank.connection.send({"loaded": _describe(rank, loaded, reserved)})
     sizes: dict[str, Any] = rank.connection.receive()["sizes"]  # type: ignore[assignment]  # Set by the engine.

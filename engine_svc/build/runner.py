@@ -75,18 +75,18 @@ def build_runner(
     config: EngineConfig, progress: Progress, on_prepared: OnPrepared = lambda number, failure: None
 ) -> RunnerSide:
     """Load the model, size its cache, start its executor. Raises ValueError with a message for operators."""
-    experts = build_experts(config)
+    experts, options = build_experts(config), load_options(config)
     try:
         loaded = load_model(
             config.model,
-            load_options(config),
+            options,
             share=None if experts is None else experts.share,
             progress=progress,
         )
         if experts is not None:
             experts.attach(loaded, Checkpoint(Path(config.model)))
         progress("memory", 0, 1)
-        proposer = make_proposer(config, loaded)
+        proposer = make_proposer(config, loaded, options)
         free = free_memory(config, loaded, reserved=proposer.num_bytes + reserved_bytes(config))
         max_model_len, sizing = size_cache(config, loaded.facts, free)
         if config.num_kv_blocks is None and config.kv_cache_memory is not None:

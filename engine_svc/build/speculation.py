@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,15 +56,15 @@ def make_drafting(config: EngineConfig, proposer: Proposer) -> MakeStepDrafts:
     return partial(Drafting, proposer, config.steps_in_flight)
 
 
-def make_proposer(config: EngineConfig, loaded: LoadedModel) -> Proposer:
-    """The proposer of one rank.
+def make_proposer(config: EngineConfig, loaded: LoadedModel, options: LoadOptions) -> Proposer:
+    """The proposer of one rank.  options: those that `loaded` was loaded with.
 
     Raises ConfigError, CheckpointError or UnsupportedModel with a message for operators.
     """
     method, num_drafts, folder = config.speculation
     if method == "off":
         return NoProposer()
-    make_network = _network_makers(config, loaded, Path(folder or "")).get(method)
+    make_network = _network_makers(loaded, options, Path(folder or "")).get(method)
     if make_network is None:
         make_row_proposer = find_offered(
             method, _TEXT_PROPOSERS, group=PROPOSER_ENTRY_POINTS, option="--speculative"
@@ -111,21 +112,15 @@ def _make_network_proposer(
 
 
 def _network_makers(
-    config: EngineConfig, loaded: LoadedModel, folder: Path
+    loaded: LoadedModel, options: LoadOptions, folder: Path
 ) -> dict[str, Callable[[Model, Checkpoint], DraftNetwork]]:
     """By method. None of them refers to the weights of `loaded`, which a reload replaces."""
-    facts, ops, device = loaded.facts, loaded.ops, loaded.device
+    facts, ops = loaded.facts, loaded.ops
+    options = replace(options, device=loaded.device.type, model_impl="auto", quantization="", pooling=None)
 
     def make_model(target: Model, checkpoint: Checkpoint) -> DraftNetwork:
-        options = LoadOptions(
-            dtype=config.dtype,
-            device=device.type,
-            num_threads=config.num_threads,
-            is_deterministic=None if config.deterministic == "auto" else config.deterministic == "on",
-            activations=config.activations,
-        )
         draft = load_model(folder, options, ops=ops)
-        return ModelNetwork(draft.model, draft.facts)
+        return ModelNetwork(draft.model, draft.facts, draft.shared_bytes)
 
     def make_eagle(target: Model, checkpoint: Checkpoint) -> DraftNetwork:
         return load_eagle_head(folder, _native(target, "eagle"), facts)

@@ -66,6 +66,7 @@ class MtpHead:
     vocab_size: int
     hidden_size: int
     hidden_layers: tuple[int, ...] = ()
+    shared_bytes: int = 0
 
     def enter(self, hidden: Tensor) -> Tensor:
         return hidden
@@ -116,6 +117,7 @@ class EagleHead:
     hidden_size: int
     hidden_layers: tuple[int, ...]
     norms_residual: bool = False
+    shared_bytes: int = 0
 
     def enter(self, hidden: Tensor) -> Tensor:
         return self.joined(hidden)

@@ -33,6 +33,7 @@ class DraftNetwork(Protocol):
 
     hidden_size: of the target's hidden states that it reads for each token; 0: none.  hidden_layers: before
     which of the target's layers they are taken, () for those that the target's logits are computed from.
+    shared_bytes: of its weights, see LoadedModel.
     """
 
     kv_shapes: tuple[KVShape, ...]
@@ -41,6 +42,7 @@ class DraftNetwork(Protocol):
     vocab_size: int
     hidden_size: int
     hidden_layers: tuple[int, ...]
+    shared_bytes: int
 
     def enter(self, hidden: Tensor) -> Tensor:
         """The target's hidden states [T, hidden_size] in the form that `forward` takes."""
@@ -65,8 +67,9 @@ class ModelNetwork:
     hidden_size: int = 0
     hidden_layers: tuple[int, ...] = ()
 
-    def __init__(self, model: Model, facts: ModelFacts) -> None:
+    def __init__(self, model: Model, facts: ModelFacts, shared_bytes: int = 0) -> None:
         self._model = model
+        self.shared_bytes = shared_bytes
         self.kv_shapes = facts.kv_shapes
         self.dtype: torch.dtype = getattr(torch, facts.dtype)
         self.max_position, self.vocab_size = facts.max_position, facts.vocab_size
@@ -123,7 +126,7 @@ class NetworkProposer(Proposer):
         self._hidden_shape = (num_rows, self._num_pending, network.hidden_size)
         self._hidden = torch.zeros(self._hidden_shape, dtype=network.dtype, device=device)
         self._hidden_ends: Ints = np.zeros(num_rows, dtype=np.int64)
-        self.num_bytes = self._hidden.nbytes
+        self.num_bytes = network.shared_bytes + self._hidden.nbytes
         self.num_bytes += cache_bytes(network.kv_shapes, network.dtype, num_rows, window)
         self._wants_drafts = np.zeros(num_rows, dtype=bool)
         self._had_drafts = np.zeros(num_rows, dtype=bool)

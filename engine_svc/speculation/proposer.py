@@ -23,7 +23,7 @@ class Proposer:
     """Proposes drafts for the rows of a step. A pure function of tokens and weights, so that ranks agree.
 
     has_network: whether it takes time on the device, which is measured, and memory, which sleep releases.
-    num_bytes: memory that it will use in addition to its weights.
+    num_bytes: memory that it will use in addition to its weights, and that of weights in pages of a file.
     hidden_layers: the model's layers before which it reads hidden states; (): the last hidden states; None:
     it reads none.
     """

@@ -23,6 +23,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from engine_svc.build.runner import free_memory, load_options
+from engine_svc.build.speculation import make_proposer
 from engine_svc.config import EngineConfig
 from engine_svc.model.loading.gguf.folder import open_as_folder
 from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
@@ -499,3 +500,16 @@ def test_shared_weights_are_no_free_memory(folder):
     config = EngineConfig(model=str(folder))
     sharing = free_memory(config, replace(loaded, shared_bytes=1 << 60))
     assert sharing.num_bytes == 0 < free_memory(config, loaded).num_bytes
+
+
+def test_a_draft_model_is_packed_once_and_shared_and_no_free_memory(folder, kept):
+    loaded, _ = load(folder, None)
+    (folder / "tokenizer.json").write_text("{}")
+    config = EngineConfig(
+        model=str(folder), speculative="draft", speculative_model=str(folder), max_num_seqs=2, num_threads=1
+    )
+    options = replace(load_options(config), packed_weights=kept)
+    first, second = (make_proposer(config, loaded, options) for _ in range(2))
+    assert len(files_of(kept)) == 1
+    unshared = make_proposer(config, loaded, replace(options, packed_weights=None))
+    assert first.num_bytes == second.num_bytes > unshared.num_bytes
