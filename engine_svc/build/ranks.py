@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -113,11 +113,17 @@ def build_ranks(
         num_state_slots=num_state_slots,
         steps_in_flight=max(config.steps_in_flight, config.pipeline_parallel_size),
         # Sums over tensor-parallel ranks round differently from those of one; pipeline stages change nothing.
-        kernel_mode=f"{parts[0].kernel_mode}-tp{config.tensor_parallel_size}"
+        kernel_mode=joint_kernel_mode([part.kernel_mode for part in parts])
+        + f"-tp{config.tensor_parallel_size}"
         + ("-ep" if config.expert_parallel else ""),
         rank_ids=tuple(group.process_ids),
     )
     return RankedSide(side, group, tuple(part.num_bytes for part in parts))
+
+
+def joint_kernel_mode(modes: Sequence[str]) -> str:
+    """The mode of ranks of one model: a rank that has no quantized weights names no rounding for them."""
+    return max(modes, key=len)
 
 
 def _rank_positions(config: EngineConfig) -> list[RankPosition]:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from engine_svc.build.ranks import joint_kernel_mode
 from engine_svc.build.runner import kernel_mode
 from engine_svc.build.start_check import check_start
 from engine_svc.config import EngineConfig
@@ -359,6 +360,8 @@ def test_rows_are_rounded_where_that_is_asked_for_and_fingerprints_say_so(tmp_pa
     config = EngineConfig(model=str(quantized))
     modes = [kernel_mode(config, model) for model in (exact, int8, auto, plain)]
     assert modes[0] == modes[3] != modes[1] == modes[2]
+    # Of ranks, some may have no quantized weights.
+    assert joint_kernel_mode([modes[3], modes[1]]) == joint_kernel_mode([modes[1], modes[3]]) == modes[1]
     # Releases whose kernels add in another order do not continue each other's requests.
     assert modes[0].startswith(f"native-{exact.ops.name}-{SUMS_VERSION}-")
 
