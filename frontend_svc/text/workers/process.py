@@ -45,7 +45,7 @@ class LoadedText:
     """One model's files, parsed. The chat template is compiled at its first use."""
 
     def __init__(self, tokenizer: bytes, tokenizer_config: bytes, chat_template: bytes) -> None:
-        with _reporting("tokenizer.json cannot be read"):
+        with _reporting():
             self._tokenizer = Tokenizer.from_buffer(tokenizer)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -254,11 +254,13 @@ def _read_json(content: bytes) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def _reporting(what: str) -> Iterator[None]:
+def _reporting(what: str = "") -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # The library raises Exception, and panics that are BaseException.
-        raise TextRefused(f"{what}: {error}") from error
+        # Some errors, as of memory, have no text.
+        cause = str(error) or type(error).__name__
+        raise TextRefused(f"{what}: {cause}" if what else cause) from error
 
 
 def _receive(reader: FrameReader, fd: int) -> Frame | None:
