@@ -24,7 +24,9 @@ import gc
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,12 +40,14 @@ from tests.acceptance.rig.state_checkpoints import FAMILIES, FIRST_ID, NATIVE, h
 from tests.chaos.stacks import Stack, StackPlan
 from tests.system.checkpoints import VOCAB_SIZE
 from triptych_cli.llm import LLM, RequestResult, SamplingParams, StructuredOutput
+from triptych_kit.errors import Unavailable
 
 MIN_DISTINCT = 20
 _MAX_MODEL_LEN = 320
 _PROMPT_TOKENS, _ADDED_TOKENS = (3, 150), (1, 40)
 _POLL_S = 0.002
 _JUDGED_AT_ONCE = 16
+_MAX_REFUSALS, _RETRY_S = 8, 2.0
 _KILL_AT = 0.25  # of the tokens
 _GRAMMARS = (
     StructuredOutput(regex="[a-z ]{12,40}"),
@@ -289,6 +293,21 @@ def _generate(llm: LLM, asked: Sequence[Asked]) -> list[RequestResult]:
     return llm.generate(prompts, [one.sampling for one in asked], progress=False)
 
 
+def _generate_each(llm: LLM, asked: Sequence[Asked]) -> list[RequestResult]:
+    """All at once, each again where it is refused while the frontend tries what may have ended an engine."""
+
+    def answer(one: Asked) -> RequestResult:
+        for _ in range(_MAX_REFUSALS):
+            try:
+                return _generate(llm, [one])[0]
+            except Unavailable:
+                time.sleep(_RETRY_S)
+        return _generate(llm, [one])[0]
+
+    with ThreadPoolExecutor(len(asked)) as threads:
+        return list(threads.map(answer, asked))
+
+
 async def _killed(way: Way, model: Path, asked: Sequence[Asked], folder: Path) -> list[RequestResult]:
     """By two engines, one of which is killed when it has computed a part of the tokens."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in way.options.items()]
@@ -298,7 +317,7 @@ async def _killed(way: Way, model: Path, asked: Sequence[Asked], folder: Path) -
         await stack.start()
         llm = await asyncio.to_thread(LLM, "", engine="remote", address=stack.frontends[0].address)
         try:
-            running = asyncio.create_task(asyncio.to_thread(_generate, llm, asked))
+            running = asyncio.create_task(asyncio.to_thread(_generate_each, llm, asked))
             num_tokens = sum((one.sampling.max_tokens or 0) * max(1, one.sampling.n or 1) for one in asked)
             least = num_tokens * _KILL_AT / plan.num_engines
             while not running.done():
