@@ -26,7 +26,6 @@ from engine_svc.build.fingerprint import (
     make_fingerprint,
     read_sampling_defaults,
 )
-from engine_svc.build.speculation import measure_step_costs
 from engine_svc.build.start_check import POLICY_ENTRY_POINTS, SCHEDULER_ENTRY_POINTS
 from engine_svc.cache.attention import (
     AlignedState,
@@ -509,6 +508,12 @@ def _options(config: EngineConfig, origins: Mapping[str, str]) -> tuple[OptionIn
 
 def _scheduler_config(config: EngineConfig, side: RunnerSide) -> SchedulerConfig:
     method, num_drafts, _ = config.speculation
+    step_costs = None
+    if method != "off" and config.draft_limit == "gain":
+        # Imported here, as `build_runner` is.
+        from engine_svc.build.speculation import measure_step_costs
+
+        step_costs = measure_step_costs(config, side.control)
     has_kv = bool(side.model.groups or side.num_state_slots)
     if config.enable_chunked_prefill and not has_kv:
         logger.warning(
@@ -526,11 +531,7 @@ def _scheduler_config(config: EngineConfig, side: RunnerSide) -> SchedulerConfig
         max_steps_in_flight=side.steps_in_flight,
         num_speculative_tokens=num_drafts if method != "off" else 0,
         drafts_at_launch=method != "off",
-        step_costs=(
-            measure_step_costs(config, side.control)
-            if method != "off" and config.draft_limit == "gain"
-            else None
-        ),
+        step_costs=step_costs,
     )
 
 

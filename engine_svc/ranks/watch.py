@@ -16,15 +16,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 from engine_svc.core.errors import DeviceLost
 from engine_svc.ranks.control_pipe import RankConnection, RankMessage, read_prepared
 from engine_svc.ranks.progress_board import RankHeartbeats
-from engine_svc.runner.preparer import OnPrepared
 from triptych_kit.clock import StallTimer
 from triptych_kit.process.child import Child
 from triptych_kit.process.setup import child_command
 from triptych_kit.process.stacks import write_beside, write_stacks_of
+
+if TYPE_CHECKING:  # It imports torch, and the engine's process knows this module before it listens.
+    from engine_svc.runner.preparer import OnPrepared
 
 logger = logging.getLogger(__name__)
 

@@ -140,9 +140,13 @@ class ArtifactStore:
         tokenizer = self._tokenizers.get(key)
         if tokenizer is None:
             loop = asyncio.get_running_loop()
-            tokenizer = await loop.run_in_executor(None, parse_tokenizer, files, self._workers)
-            # The workers load it as well, before the first request comes.
-            await self._workers.load(files)
+            # The workers load it as well, before the first request comes, and at the same time.
+            loading = asyncio.ensure_future(self._workers.load(files))
+            try:
+                tokenizer = await loop.run_in_executor(None, parse_tokenizer, files, self._workers)
+                await loading
+            finally:
+                loading.cancel()
         return self._remember(key, tokenizer)
 
     def _note_made(self, key: str, making: asyncio.Future[ModelTokenizer]) -> None:

@@ -60,6 +60,11 @@ def test_the_core_of_the_engine_loads_no_tensors_and_no_wire(module: str) -> Non
     assert set(json.loads(in_fresh_process(program))) & {"torch", "grpc", "triptych"} == set()
 
 
+def test_an_engine_listens_before_it_loads_torch() -> None:
+    program = "import json, sys, engine_svc.process.run; print(json.dumps(sorted(sys.modules)))"
+    assert set(json.loads(in_fresh_process(program))) & {"torch", "transformers"} == set()
+
+
 @pytest.mark.parametrize(
     "package",
     ["triptych_kit", "coordinator_svc", "frontend_svc", "engine_svc", "triptych_cli", "triptych_conformance"],
