@@ -5,18 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from triptych_kit.process.setup import prepare_service, set_title
+from triptych_kit.process.setup import importing, prepare_service, set_title
 
 
 def main(argv: Sequence[str]) -> int:
     """Run a frontend until SIGTERM. Returns the exit code."""
     prepare_service("frontend")
     # Imported after the process is prepared: grpc reads its environment once, at import.
-    from frontend_svc.config import FrontendConfig
-    from frontend_svc.process.run import run
-    from triptych_kit.config import ConfigError, load_config, usage
-    from triptych_kit.plugins import PluginError, load_plugins
-    from triptych_kit.telemetry.logs import write_log_line
+    with importing():
+        from frontend_svc.config import FrontendConfig
+        from frontend_svc.process.run import run
+        from triptych_kit.config import ConfigError, load_config, usage
+        from triptych_kit.plugins import PluginError, load_plugins
+        from triptych_kit.telemetry.logs import write_log_line
 
     if "--help" in argv:
         print(usage(FrontendConfig, "triptych frontend"))

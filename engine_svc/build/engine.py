@@ -75,6 +75,7 @@ from triptych_kit.http.admin_http import AdminHTTP
 from triptych_kit.http.pages import metrics_page
 from triptych_kit.http.trace_page import traces_page
 from triptych_kit.plugins import find_offered
+from triptych_kit.process.setup import importing
 from triptych_kit.security.setup import listener_security, peer_credentials
 from triptych_kit.server import ADMIN, INTERNAL, Registration, Server
 from triptych_kit.server import Lifecycle as ServiceLifecycle
@@ -218,7 +219,8 @@ def build_engine(
 ) -> tuple[Engine, LoadedCore]:
     """Load the model and assemble the engine. Raises ValueError with a message for the operator."""
     # Imported here: these import torch, and the process should answer before that is done.
-    from engine_svc.build.runner import build_runner
+    with importing():
+        from engine_svc.build.runner import build_runner
 
     if not is_from_file(Path(config.model)):
         check_artifacts(served.artifacts)

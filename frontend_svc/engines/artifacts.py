@@ -76,7 +76,7 @@ class ArtifactStore:
         # Of several engines with the same files the first one's are fetched.
         async with self._preparing:
             try:
-                if not await _has_others(self._files, stub):
+                if self._files and not await _has_others(self._files, stub):
                     return
                 received = await _receive(engine_pb2.GetArtifactsRequest(), stub)
                 self._keep({artifact.sha256: content for artifact, content in received.values()})
@@ -140,13 +140,18 @@ class ArtifactStore:
         tokenizer = self._tokenizers.get(key)
         if tokenizer is None:
             loop = asyncio.get_running_loop()
-            # The workers load it as well, before the first request comes, and at the same time.
-            loading = asyncio.ensure_future(self._workers.load(files))
+            # A worker loads it as well, before the first request comes. As the library holds the interpreter
+            # while it parses, this process begins when the worker has the files.
+            has_files = asyncio.Event()
+            loading = asyncio.ensure_future(self._workers.load(files, has_files.set))
+            waiting = asyncio.ensure_future(has_files.wait())
             try:
+                await asyncio.wait((loading, waiting), return_when=asyncio.FIRST_COMPLETED)
                 tokenizer = await loop.run_in_executor(None, parse_tokenizer, files, self._workers)
                 await loading
             finally:
                 loading.cancel()
+                waiting.cancel()
         return self._remember(key, tokenizer)
 
     def _note_made(self, key: str, making: asyncio.Future[ModelTokenizer]) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -66,6 +67,20 @@ def _open_missing_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Imports within the block are not interrupted by the garbage collector, nor looked at by it later.
+
+    What they make stays. Visiting it again and again takes up to a quarter of the time of importing torch.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def prepare_service(role: Role) -> None:

@@ -200,33 +200,36 @@ async def test_the_tokenizer_of_an_engine_is_made_while_it_loads():
     engine = FakeEngine(answer("x"))
     engine.is_ready = False
     async with serving(engine, waits_ready=False) as (client, _):
-        # What the frontend lacks of its files, then all of them.
-        await engine.wait(lambda: engine.num_downloads == 2)
+        await engine.wait(lambda: engine.num_downloads == 1)
         engine.become_ready()
         await client.wait_ready()
         assert (await read_all(client.generate()))[1] == "x"
         await engine.kill()
         engine.is_ready = False
         await engine.start(engine.address)
-        await engine.wait(lambda: engine.num_downloads == 3)
+        # Asked what it has that the frontend lacks.
+        await engine.wait(lambda: engine.num_downloads == 2)
         engine.become_ready()
         await client.wait_ready()
-    assert engine.num_downloads == 3
+    assert engine.num_downloads == 2
 
 
 async def test_of_files_that_are_lacking_the_beginning_is_enough_to_know_it():
     class Endless(FakeEngine):
         async def GetArtifacts(self, request, context):
-            is_first = not self.num_downloads
             async for response in super().GetArtifacts(request, context):
                 yield response
-                if is_first:
+                if request.known_sha256:
                     await asyncio.Event().wait()
 
     engine = Endless(answer("x"))
-    engine.is_ready = False
-    async with serving(engine, waits_ready=False):
-        await engine.wait(lambda: engine.num_downloads == 2)
+    async with serving(engine):
+        await engine.kill()
+        engine.is_ready = False
+        engine.files[session_pb2.ARTIFACT_KIND_GENERATION_CONFIG] = b'{"top_k": 5}'
+        await engine.start(engine.address)
+        # Asked for what the frontend lacks, then for all.
+        await engine.wait(lambda: engine.num_downloads == 3)
 
 
 async def test_files_that_a_loading_engine_does_not_give_are_fetched_when_it_is_ready():
@@ -533,11 +536,11 @@ class CountingWorkers(TextWorkers):
         super().__init__(1, time_limit_s=60.0)
         self.gate, self.has_begun, self.num_loads = asyncio.Event(), asyncio.Event(), 0
 
-    async def load(self, files: TextFiles) -> str:
+    async def load(self, files: TextFiles, on_loading: Callable[[], None] | None = None) -> str:
         self.num_loads += 1
         self.has_begun.set()
         await self.gate.wait()
-        return await super().load(files)
+        return await super().load(files, on_loading)
 
 
 async def test_a_tokenizer_is_made_on_where_the_stream_that_wanted_it_is_lost() -> None:
