@@ -67,6 +67,8 @@ class ArtifactStore:
         self._preparing = asyncio.Lock()
         self._making: dict[str, asyncio.Future[ModelTokenizer]] = {}
         self._tokenizers: dict[str, ModelTokenizer] = {}
+        # Of workers that have not loaded what this process has; the set keeps them from being collected.
+        self._loading_ahead: set[asyncio.Future[str]] = set()
 
     async def prepare(self, stub: engine_pb2_grpc.EngineCoreServiceStub) -> None:
         """Make the tokenizer of an engine that is loading, which takes seconds for a large vocabulary.
@@ -140,19 +142,24 @@ class ArtifactStore:
         tokenizer = self._tokenizers.get(key)
         if tokenizer is None:
             loop = asyncio.get_running_loop()
-            # A worker loads it as well, before the first request comes. As the library holds the interpreter
-            # while it parses, this process begins when the worker has the files.
+            # A worker loads it as well, so that the first request need not. As the library holds the
+            # interpreter while it parses, this process begins when the worker has the files.
             has_files = asyncio.Event()
             loading = asyncio.ensure_future(self._workers.load(files, has_files.set))
-            waiting = asyncio.ensure_future(has_files.wait())
-            try:
-                await asyncio.wait((loading, waiting), return_when=asyncio.FIRST_COMPLETED)
-                tokenizer = await loop.run_in_executor(None, parse_tokenizer, files, self._workers)
+            loading.add_done_callback(lambda _: has_files.set())
+            await has_files.wait()
+            tokenizer = await loop.run_in_executor(None, parse_tokenizer, files, self._workers)
+            if loading.done():
                 await loading
-            finally:
-                loading.cancel()
-                waiting.cancel()
+            else:
+                self._loading_ahead.add(loading)
+                loading.add_done_callback(self._note_loaded)
         return self._remember(key, tokenizer)
+
+    def _note_loaded(self, loading: asyncio.Future[str]) -> None:
+        self._loading_ahead.discard(loading)
+        if not loading.cancelled() and (error := loading.exception()) is not None:
+            logger.error("a text worker cannot load a tokenizer", extra={"error": str(error)})
 
     def _note_made(self, key: str, making: asyncio.Future[ModelTokenizer]) -> None:
         del self._making[key]
