@@ -15,6 +15,7 @@ from typing import NoReturn
 from engine_svc.build.start_check import check_start
 from engine_svc.config import EngineConfig
 from engine_svc.core.facts import LoadProgress
+from engine_svc.model.loading.gguf.file import forget_model
 from engine_svc.model.loading.gguf.folder import is_from_file
 from engine_svc.model.loading.hub import find_model, is_hub_id
 from engine_svc.process.load_display import LoadDisplay
@@ -92,6 +93,7 @@ def _check_model(serving: Serving) -> None:
     folder = _downloaded(engine, serving)
     if str(folder) != engine.model:
         check_start(replace(engine, model=str(folder)), num_engines=num_engines)
+    forget_model()
     # Reading a large vocabulary takes seconds.
     if serving.tokenizer or not is_from_file(folder):
         _check_tokenizer(serving.tokenizer, folder)

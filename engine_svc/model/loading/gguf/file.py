@@ -5,11 +5,12 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BufferedIOBase
 from pathlib import Path
 
@@ -228,8 +229,40 @@ class GgufModel:
             raise CheckpointError(f"{header.path} cannot be read: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file by its place on the disk and the time of its last change, whatever link leads there."""
+
+    path: Path = field(compare=False)
+    identity: tuple[int, ...]
+
+    @classmethod
+    def at(cls, path: Path) -> _File:
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        return cls(path, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
+
+
 def read_model(paths: Sequence[Path]) -> GgufModel:
-    """The headers of a model's file, or of all of its shards in order. Raises CheckpointError."""
+    """The headers of a model's file, or of all of its shards in order. Raises CheckpointError.
+
+    Those of the model before are kept, until `forget_model`: a start asks for them several times.
+    """
+    model = _read_model(tuple(_File.at(path) for path in paths))
+    headers = (replace(header, path=path) for header, path in zip(model.headers, paths, strict=True))
+    return replace(model, headers=tuple(headers))
+
+
+def forget_model() -> None:
+    """Give back the memory of the headers that are kept: those of large vocabularies have megabytes."""
+    _read_model.cache_clear()
+
+
+@functools.lru_cache(maxsize=1)
+def _read_model(files: tuple[_File, ...]) -> GgufModel:
+    paths = [file.path for file in files]
     headers = tuple(read_header(path) for path in paths)
     seen: dict[str, Path] = {}
     for index, header in enumerate(headers):

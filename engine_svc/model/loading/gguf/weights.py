@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine_svc.model.loading.gguf.blocks import quantized_weight
 from engine_svc.model.loading.gguf.config import read_config
-from engine_svc.model.loading.gguf.file import FileTensor, GgufHeader, TensorType, read_model
+from engine_svc.model.loading.gguf.file import FileTensor, GgufHeader, TensorType, forget_model, read_model
 from engine_svc.model.loading.gguf.names import How, read_origins
 from engine_svc.model.loading.stored_tensor import StoredTensor, read_rows, read_whole, sample_middle
 from triptych_kernels import QuantizedWeight, as_tensor, join_rows
@@ -93,6 +93,8 @@ def open_gguf(paths: Sequence[Path]) -> tuple[list[GgufFile], dict[str, GgufSour
         )
         for name, origin in origins.items()
     }
+    # A start has no more questions.
+    forget_model()
     return [GgufFile(header, used) for header in model.headers], sources
 
 

@@ -19,7 +19,7 @@ from engine_svc.build.start_check import check_start
 from engine_svc.config import EngineConfig
 from engine_svc.model.errors import CheckpointError
 from engine_svc.model.loading.gguf.config import read_config
-from engine_svc.model.loading.gguf.file import read_model
+from engine_svc.model.loading.gguf.file import forget_model, read_model
 from engine_svc.model.loading.gguf.folder import open_as_folder
 from engine_svc.model.loading.hub import find_model, is_hub_id, name_of
 from tests.engine_svc.model.loading.gguf.gguf_bytes import (
@@ -66,6 +66,16 @@ def test_a_folder_is_written_once_and_anew_when_the_file_changes(tmp_path: Path,
     changed = open_as_folder(path)
     assert len({folder, touched, changed}) == 3
     assert read(changed, "config.json")["max_position_embeddings"] == 64
+
+
+def test_a_header_is_read_once_by_whichever_link_until_it_is_forgotten(tmp_path: Path) -> None:
+    path = tiny_llama().write(tmp_path / "model.gguf")
+    link = open_as_folder(path) / "model.gguf"
+    first, again = read_model([path]), read_model([link])
+    assert first.headers[0].content is again.headers[0].content
+    assert (first.path, again.path) == (path, link)
+    forget_model()
+    assert read_model([link]).headers[0].content is not first.headers[0].content
 
 
 def test_many_openers_at_once_get_one_whole_folder(tmp_path: Path, cache: Path) -> None:
