@@ -80,6 +80,7 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
+        gc.collect()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -126,11 +127,11 @@ def prometheus_package() -> None:
     assert missing_packages(("prometheus",)) == [], "as root: apt-get install prometheus"
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def modules_out_of_collections() -> None:
     """A collection that looks through all that is imported takes up to a second, and tests make hundreds."""
+    # An engine in this process, and what returns memory, end with an `unfreeze`.
     if gc.get_freeze_count() == 0:
-        gc.collect()
         gc.freeze()
 
 
