@@ -9,6 +9,8 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 from tests.acceptance.scenarios.jobs import WAYS, serve, shortfalls
 from tests.system.checkpoints import VOCAB_SIZE
 from tests.system.generation import Answer, collect, random_prompt, request_of
@@ -18,12 +20,12 @@ from triptych.api.v1 import inference_pb2_grpc
 from triptych_kit.channel import open_channel
 
 BLOCK_SIZE = 16
-NUM_JOBS = 64
+NUM_JOBS = 24
 NUM_TURNS = 6
 MAX_TOKENS = 8
 ENGINE_FLAGS = (
     # Half of what the jobs' contexts take in the end.
-    "--num-kv-blocks=320",
+    "--num-kv-blocks=120",
     f"--block-size={BLOCK_SIZE}",
     "--max-num-seqs=16",
     "--max-num-batched-tokens=96",
@@ -87,6 +89,7 @@ async def test_jobs_have_the_tokens_of_another_policy_and_leave_nothing(llama: s
     assert (replay.returncode, replay.stdout.rpartition(": ")[2]) == (0, "the same decisions\n")
 
 
+@pytest.mark.chaos
 async def test_jobs_of_divided_engines_with_drafts_and_grammars_have_their_tokens_where_one_is_killed(
     tmp_path: Path,
 ) -> None:

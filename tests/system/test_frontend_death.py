@@ -119,6 +119,7 @@ async def read_all(
     return seen, reading
 
 
+@pytest.mark.chaos
 async def test_clients_of_a_killed_frontend_get_the_rest_from_the_other_one(llama, tmp_path):
     rng = random.Random(4)
     prompts = [random_prompt(rng, 12, VOCAB_SIZE) for _ in STREAMS]

@@ -357,6 +357,7 @@ async def test_serve_with_a_key_and_a_certificate_serves_those_with_the_key(
         assert asked.exit_code == 0
 
 
+@pytest.mark.chaos
 async def test_a_killed_engine_and_a_killed_frontend_with_workers_come_back_on_their_ports(
     tmp_path: Path,
 ) -> None:
