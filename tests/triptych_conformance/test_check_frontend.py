@@ -32,7 +32,14 @@ async def test_our_frontend_keeps_every_rule(cases: list[str], monkeypatch: pyte
     frontends: list[Frontend] = []
 
     async def start(engines: Sequence[str]) -> str:
-        config = FrontendConfig(host=LOOPBACK, port=0, engine=tuple(engines), text_workers=1)
+        config = FrontendConfig(
+            host=LOOPBACK,
+            port=0,
+            engine=tuple(engines),
+            text_workers=1,
+            # So long are suspects kept from the last engine.
+            reconnect_window_s=4.0,
+        )
         # On a busy machine heartbeats are late.
         frontend = build_frontend(config, heartbeat_s=2 * HEARTBEAT_S)
         frontends.append(frontend)

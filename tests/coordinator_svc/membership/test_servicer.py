@@ -302,20 +302,18 @@ async def test_closing_also_ends_a_session_that_has_not_registered() -> None:
                 await call.read()
 
 
-async def test_a_thousand_engines_reach_a_frontend_in_few_messages() -> None:
+async def test_hundreds_of_engines_reach_a_frontend() -> None:
     async with coordinator() as one:
         frontend = await one.frontend()
         await frontend.read()
-        for index in range(1000):
+        for index in range(300):
             await one.engine(engine_id=f"e{index}", endpoint=f"127.0.0.1:{10_000 + index}")
         added: list[str] = []
-        num_messages = 0
-        while len(added) < 1000:
+        while len(added) < 300:
             delta = (await frontend.read()).delta
             added += [engine.registration.engine_id for engine in delta.added]
-            num_messages += 1
-        assert sorted(added) == sorted(f"e{index}" for index in range(1000))
-        assert len((await one.topology()).engines) == 1000
+        assert sorted(added) == sorted(f"e{index}" for index in range(300))
+        assert len((await one.topology()).engines) == 300
 
 
 async def test_many_engines_are_asked_to_report_less_often_and_later_ones_at_once() -> None:
