@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from benchmarks.rig.quantized_folder import awq, write_dequantized, write_quantized
-from tests.system.checkpoints import ARCHITECTURES, VOCAB_SIZE, Reference
+from tests.system.checkpoints import VOCAB_SIZE, Reference
 from tests.system.generation import Answer, collect, random_prompt, request_of
 from tests.system.stack import Stack, listeners_of
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
@@ -21,7 +21,7 @@ from triptych_cli.services import embedded_model
 from triptych_client.prompt_embeds import prompt_embeds
 
 NUM_REQUESTS = 16
-MAX_TOKENS = 48
+MAX_TOKENS = 40
 # Small enough that 16 requests do not fit at once and long prompts need several steps.
 ENGINE_FLAGS = (
     "--num-kv-blocks=72",
@@ -34,7 +34,8 @@ _PAUSE = admin_pb2.UtilityRequest(call={"pause": {"mode": utility_pb2.PAUSE_MODE
 _RESUME = admin_pb2.UtilityRequest(call={"resume": {}})
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+# By the native decoder, and by transformers' model.
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 async def test_concurrent_requests_equal_transformers_generate(architecture, checkpoints):
     await _check_concurrent_requests(checkpoints[architecture], checkpoints[architecture])
 
@@ -92,7 +93,7 @@ def _check_streams(folder: Path, prompts: list[list[int]], answers: list[Answer]
         if difference is not None:
             differences.append(f"request {index}: {difference}")
     assert not differences
-    assert sum(len(set(answer.token_ids)) >= 20 for answer in answers) >= NUM_REQUESTS - 2
+    assert sum(len(set(answer.token_ids)) >= 16 for answer in answers) >= NUM_REQUESTS - 2
 
 
 # The model that ships with the package answers through three processes what transformers alone answers.
@@ -100,11 +101,8 @@ def _check_streams(folder: Path, prompts: list[list[int]], answers: list[Answer]
 ANSWER_TOKENS = 200
 QUESTIONS = (
     "Tell me a story about a fox and a lantern.",
-    "Tell me a story about a crab and a key.",
     "The box is blue. What colour is the box?",
-    "Where is the owl? The owl is in the garden.",
     "Hello",
-    "What is a gRPC service?",
 )
 
 
