@@ -102,8 +102,8 @@ print(sum("gloo" in name for name in names))
 """
 
 
-@pytest.mark.parametrize("num_ranks", [3, 4])
-def test_the_sum_of_a_row_has_the_same_bits_whatever_is_summed_beside_it(num_ranks: int) -> None:
+def test_the_sum_of_a_row_has_the_same_bits_whatever_is_summed_beside_it() -> None:
+    num_ranks = 3
     expected = [
         f"{dtype} {num_rows} {dtype} 0"
         for dtype in (torch.float32, torch.bfloat16)
