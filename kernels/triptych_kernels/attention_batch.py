@@ -20,6 +20,8 @@ class AttentionBatch:
     total_lengths: [R] int32, tokens of the row with KV once this step's are written.
     max_query_length, max_total_length: at least the largest of the rows, known without waiting for the
     device.
+    num_common_blocks: with so many blocks the tables of all rows begin, so that attention without a window
+    may read them once for all rows. Results do not depend on it.
     `derived` holds index tensors that an implementation shares between layers.
     """
 
@@ -29,6 +31,7 @@ class AttentionBatch:
     block_size: int
     max_query_length: int
     max_total_length: int
+    num_common_blocks: int = 0
     derived: dict[object, object] = field(default_factory=dict)
 
     @property

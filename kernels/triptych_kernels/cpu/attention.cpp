@@ -33,6 +33,55 @@ namespace {
 
 constexpr int64_t kRowsOfTask = 128;           // queries times heads that share a transposed tile
 constexpr int64_t kScoreBytesOfTask = 2 << 20;  // of scores: more would not fit in the caches
+constexpr int64_t kLeastRowsOfTask = 32;        // that repay a transposed tile
+constexpr int64_t kTasksOfThread = 8;           // at least, so that all threads end at about the same time
+
+// How many rows of one token share a task at most, if all begin with the same tiles.
+int64_t rows_together(const Call& call, int64_t num_rows, int64_t longest) {
+    const int64_t most = std::min(kRowsOfTask, kScoreBytesOfTask / (4 * (longest + 2 * kTile))) / call.share;
+    const int64_t least = (kLeastRowsOfTask + call.share - 1) / call.share;
+    const int64_t wanted = num_rows * call.num_kv_heads / (kTasksOfThread * triptych::num_threads());
+    const int64_t size = std::min(std::max(wanted, least), most);
+    if (size < 2) return 1;
+    const int64_t num_tasks = (num_rows + size - 1) / size;
+    return (num_rows + num_tasks - 1) / num_tasks;
+}
+
+// Puts neighbouring rows of one token together that begin with the same tiles; returns an error's text or nullptr.
+const char* join_rows(const Call& call, std::vector<QueryBlock>& blocks) {
+    // An even number, since the sums of attention_tiles.h take two tiles a step, and whole blocks of each row.
+    const int64_t num_tiles = call.num_common_blocks * call.block_size / (2 * kTile) * 2;
+    if (num_tiles == 0 || call.share > kTile) return nullptr;
+    const int64_t num_columns = (num_tiles * kTile + call.block_size - 1) / call.block_size;
+    const auto can_join = [&](const QueryBlock& block) {
+        return block.num_tokens == 1 && block.position == call.totals[block.row] - 1 &&
+               block.position >= num_tiles * kTile;
+    };
+    int64_t num_rows = 0, longest = 0;
+    for (const QueryBlock& block : blocks) {
+        if (!can_join(block)) continue;
+        num_rows += 1, longest = std::max(longest, block.position + 1);
+    }
+    if (num_rows < 2) return nullptr;
+    const int64_t most = rows_together(call, num_rows, longest);
+    size_t num_kept = 0;
+    for (size_t i = 0; i < blocks.size(); ++i) {
+        const QueryBlock block = blocks[i];
+        QueryBlock* last = num_kept == 0 ? nullptr : &blocks[num_kept - 1];
+        const bool joins = last != nullptr && can_join(block) && last->row + last->num_tokens == block.row &&
+                           (last->has_rows() || can_join(*last)) && last->num_tokens < most;
+        if (!joins) {
+            blocks[num_kept++] = block;
+            continue;
+        }
+        const int32_t* first = call.tables + last->row * call.table_stride;
+        if (std::memcmp(first, call.tables + block.row * call.table_stride, num_columns * sizeof *first) != 0)
+            return "rows do not begin with the same blocks";
+        last->num_common_tiles = num_tiles, last->num_tokens += 1;
+    }
+    blocks.resize(num_kept);
+    return nullptr;
+}
 
 // Groups the tokens of each row that share tiles; returns an error's text or nullptr.
 const char* cut_rows(const Call& call, std::vector<QueryBlock>& blocks) {
@@ -54,7 +103,7 @@ const char* cut_rows(const Call& call, std::vector<QueryBlock>& blocks) {
         for (int64_t token = start; token < end; token += step)
             blocks.push_back({row, token, first_position + token - start, std::min(step, end - token)});
     }
-    return nullptr;
+    return call.num_common_blocks > 0 ? join_rows(call, blocks) : nullptr;
 }
 
 // KV heads of a block of tokens, or of neighbouring blocks: tasks first to end - 1. `following` is the task that this
@@ -68,9 +117,8 @@ bool run_tasks_of(
     for (int64_t index = first; index < end; ++index) {
         const int64_t next_index = std::min(index + 1 < end ? index + 1 : following, last);
         const QueryBlock& block = blocks[index / size];
-        const Stream stream(call, block, index % size);
         const Stream next(call, blocks[next_index / size], next_index % size);
-        has_memory &= Task(call, block, index % size, stream, next).run(registers);
+        has_memory &= Task(call, block, index % size, next).run(registers);
     }
     return has_memory;
 }
@@ -117,15 +165,17 @@ Outcome run_attention(const int64_t* n) {
     call.starts = reinterpret_cast<const int32_t*>(n[18]);
     call.totals = reinterpret_cast<const int32_t*>(n[19]);
     call.num_rows = n[20], call.num_table_columns = n[21], call.table_stride = n[22];
-    call.scale = static_cast<float>(fraction(n[23]));
-    call.soft_cap = static_cast<float>(fraction(n[24]));
+    // Positions before a window are read by no row.
+    call.num_common_blocks = n[16] > 0 ? 0 : n[23];
+    call.scale = static_cast<float>(fraction(n[24]));
+    call.soft_cap = static_cast<float>(fraction(n[25]));
     call.derive();
     const char* fault = attend(call);
     return fault == nullptr ? Outcome{} : failed(PyExc_ValueError, "%s", fault);
 }
 
 constexpr Kernel kPagedAttention{
-    "paged_attention", nullptr, 23, 2, run_attention, nullptr,
+    "paged_attention", nullptr, 24, 2, run_attention, nullptr,
     "paged_attention(addresses, strides, sizes, scale, soft_cap): see attention.py."};
 
 }  // namespace

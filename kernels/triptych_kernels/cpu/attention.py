@@ -112,6 +112,7 @@ def _addresses(batch: AttentionBatch) -> tuple[tuple[int, ...], tuple[Tensor, ..
         num_rows,
         num_columns,
         tables.stride(0),
+        batch.num_common_blocks,
     )
     batch.derived[_ADDRESSES] = made = numbers, (tables, starts, totals)
     return made

@@ -25,6 +25,7 @@ struct Call {
     const float* sinks;
     int64_t token_stride, head_stride, table_stride, num_table_columns;
     int64_t num_rows, num_tokens, num_heads, num_kv_heads, num_blocks, block_size, key_dim, value_dim, window;
+    int64_t num_common_blocks;  // with which the tables of all rows begin
     bool is_bf16, with_amx;
     float scale, soft_cap;
     // Derived.
@@ -48,9 +49,17 @@ struct Call {
     }
 };
 
-// Tokens of one row: `token` is the first token's index in the step, `position` its position in the row.
+// Tokens of one row, or the only tokens of neighbouring rows that begin with the same blocks: `row` and `token` are the
+// first's, the latter an index in the step, `position` its position in the row.
 struct QueryBlock {
     int64_t row, token, position, num_tokens;
+    int64_t num_common_tiles = 0;  // that all rows read, from position 0; 0 for tokens of one row
+
+    bool has_rows() const { return num_common_tiles > 0; }  // not one row
+    int64_t row_of(int64_t i) const { return has_rows() ? row + i : row; }
+    int64_t position_of(const Call& call, int64_t i) const {
+        return has_rows() ? call.totals[row + i] - 1 : position + i;
+    }
 };
 
 // Positions first to end - 1.
@@ -58,17 +67,20 @@ struct Range {
     int64_t first, end;
 };
 
-// What a task reads: tiles of keys, then of values.
+// What a task reads of one row: tiles of keys, then of values.
 class Stream {
 public:
     Stream(const Call& call, const QueryBlock& block, int64_t kv_head)
-        : call_(call), table_(call.tables + block.row * call.table_stride),
+        : Stream(call, block.row, kv_head, {call.first_visible(block.position), block.position + block.num_tokens}) {}
+
+    // visible: positions that any token of the task sees.
+    Stream(const Call& call, int64_t row, int64_t kv_head, Range visible)
+        : call_(call), table_(call.tables + row * call.table_stride),
           keys_(call.keys + kv_head * call.block_size * call.key_bytes),
-          values_(call.values + kv_head * call.block_size * call.value_bytes),
-          visible_{call.first_visible(block.position), block.position + block.num_tokens},
+          values_(call.values + kv_head * call.block_size * call.value_bytes), visible_(visible),
           first_tile_(visible_.first / kTile), num_tiles_((visible_.end + kTile - 1) / kTile - first_tile_) {}
 
-    Range visible() const { return visible_; }  // positions that any token of the task sees
+    Range visible() const { return visible_; }
     int64_t first_tile() const { return first_tile_; }
     int64_t num_tiles() const { return num_tiles_; }
 
@@ -98,6 +110,16 @@ private:
     const int64_t first_tile_, num_tiles_;
 };
 
+// Rows first to end - 1 of a task over tiles of one stream, both counted from the task's first.
+struct Pass {
+    int64_t index;
+    Stream stream;
+    Range rows, tiles;
+    bool is_alike;  // whether all rows see the same of these tiles
+
+    int64_t num_rows() const { return rows.end - rows.first; }
+};
+
 // The memory layout that a task's inner loops need.
 struct Shape {
     int64_t units_together;  // of queries and keys, which are padded to a multiple of it with zeros
@@ -116,11 +138,10 @@ protected:
     static constexpr int64_t kSteps = kTile / kPositions;  // of a tile
 
     // next: what this thread will probably read after this task.
-    TaskParts(
-        const Call& call, const QueryBlock& block, int64_t kv_head, const Stream& stream, const Stream& next,
-        const Shape& shape)
-        : call_(call), block_(block), kv_head_(kv_head), stream_(stream), next_(next), shape_(shape),
-          num_rows_(block.num_tokens * call.share), num_tiles_(stream.num_tiles()), first_tile_(stream.first_tile()),
+    TaskParts(const Call& call, const QueryBlock& block, int64_t kv_head, const Stream& next, const Shape& shape)
+        : call_(call), block_(block), kv_head_(kv_head), next_(next), shape_(shape),
+          num_rows_(block.num_tokens * call.share), num_tiles_(most_tiles(call, block)),
+          first_tile_(call.first_visible(block.position) / kTile),
           num_chunks_((call.key_bytes + 15) / 16),
           num_units_(rounded_up(num_chunks_ * Kind::kUnitsPerChunk, shape.units_together)),
           num_columns_(rounded_up(call.value_dim, 32)),
@@ -128,6 +149,49 @@ protected:
           stride_((num_tiles_ | 1) * kTile) {}
 
     static int64_t rounded_up(int64_t number, int64_t unit) { return (number + unit - 1) / unit * unit; }
+
+    // From the first tile to the last that any token of a block sees.
+    static int64_t most_tiles(const Call& call, const QueryBlock& block) {
+        if (!block.has_rows()) return Stream(call, block, 0).num_tiles();
+        int64_t most = 0;
+        for (int64_t i = 0; i < block.num_tokens; ++i) most = std::max(most, block.position_of(call, i) / kTile + 1);
+        return most;
+    }
+
+    // The parts in which the positions are read: those that all rows share, then each row's own. A score has the same
+    // bits in any of them, and sums go on from part to part.
+    template <class Body>
+    void for_passes(const Body& body) const {
+        for (int64_t index = 0; index < num_passes(); ++index) body(pass(index));
+    }
+    int64_t num_passes() const { return block_.has_rows() ? 1 + block_.num_tokens : 1; }
+    Pass pass(int64_t index) const {
+        if (!block_.has_rows()) {
+            const Stream stream(call_, block_, kv_head_);
+            return {0, stream, {0, num_rows_}, {0, num_tiles_}, block_.num_tokens == 1};
+        }
+        const int64_t common = block_.num_common_tiles;
+        if (index == 0)
+            return {0, Stream(call_, block_.row, kv_head_, {0, common * kTile}), {0, num_rows_}, {0, common}, true};
+        const Stream stream(call_, block_.row + index - 1, kv_head_, {0, block_.position_of(call_, index - 1) + 1});
+        return {index, stream, {(index - 1) * call_.share, index * call_.share}, {common, stream.num_tiles()}, true};
+    }
+
+    // The address of what will be read some tiles after a tile's keys or values; `otherwise` if that is not known.
+    const char* after(const Pass& at, int64_t tile, bool of_values, const char* otherwise) const {
+        if (!block_.has_rows()) return at.stream.after(of_values ? num_tiles_ + tile : tile, next_, otherwise);
+        if (call_.block_size % kTile != 0) return otherwise;
+        tile += call_.tiles_ahead;
+        int64_t index = at.index, end = at.tiles.end;
+        while (tile >= end) {
+            tile += block_.num_common_tiles - end;
+            // The values of the common tiles are in a cache: they were read not long ago, or will be by all rows.
+            if (++index == num_passes()) return otherwise;
+            end = block_.position_of(call_, index - 1) / kTile + 1;
+        }
+        const Stream& stream = index == at.index ? at.stream : pass(index).stream;
+        return of_values ? stream.value(tile * kTile) : stream.key(tile * kTile);
+    }
 
     // False if memory cannot be allocated.
     bool find_memory() {
@@ -161,7 +225,7 @@ protected:
     void lay_queries() {
         const Floats lowest = splat(-std::numeric_limits<float>::infinity());
         for (int64_t r = 0, token = 0; token < block_.num_tokens; ++token) {
-            const int64_t position = block_.position + token;
+            const int64_t position = block_.position_of(call_, token);
             const Range seen{call_.first_visible(position), position + 1};
             const Element* from = reinterpret_cast<const Element*>(call_.query) +
                                   (block_.token + token) * call_.token_stride +
@@ -178,30 +242,30 @@ protected:
     }
 
     // tile: counted from the task's first.
-    void lay_keys(int64_t tile, int32_t* out) const {
+    void lay_keys(const Pass& pass, int64_t tile, int32_t* out) const {
         const int64_t position = (first_tile_ + tile) * kTile, num_bytes = call_.key_bytes;
         if (call_.block_size % kTile == 0 && num_bytes % 16 == 0) {
-            const char* keys = stream_.key(position);
-            prefetch_bytes(stream_.after(tile, next_, keys), kTile * num_bytes);
+            const char* keys = pass.stream.key(position);
+            prefetch_bytes(after(pass, tile, false, keys), kTile * num_bytes);
             turn_tile<Kind>(keys, num_bytes, num_chunks_, out);
             return;
         }
         // Scores of positions that no row sees are replaced: any of the row's keys will do there.
-        const Range visible = stream_.visible();
+        const Range visible = pass.stream.visible();
         const int64_t padded_bytes = num_chunks_ * 16;
         std::memset(padded_, 0, kTile * padded_bytes);
         for (int64_t i = 0; i < kTile; ++i)
             std::memcpy(
                 padded_ + i * padded_bytes,
-                stream_.key(std::min(std::max(position + i, visible.first), visible.end - 1)), num_bytes);
+                pass.stream.key(std::min(std::max(position + i, visible.first), visible.end - 1)), num_bytes);
         turn_tile<Kind>(padded_, padded_bytes, num_chunks_, out);
     }
 
-    void lay_values(int64_t tile, int32_t* out) const {
-        const int64_t position = tile * kTile;
-        const Range visible = stream_.visible();
+    void lay_values(const Pass& pass, int64_t tile, int32_t* out) const {
+        const int64_t position = (first_tile_ + tile) * kTile;
+        const Range visible = pass.stream.visible();
         if (call_.block_size % kTile == 0 && position >= visible.first && position + kTile <= visible.end) {
-            const auto* first = reinterpret_cast<const Element*>(stream_.value(position));
+            const auto* first = reinterpret_cast<const Element*>(pass.stream.value(position));
             lay_tile(Kind(), first, call_.value_dim, out, num_columns_);
             return;
         }
@@ -209,16 +273,19 @@ protected:
             const Element* rows[kPositions];
             for (int64_t i = 0; i < kPositions; ++i) {
                 const bool is_seen = p + i >= visible.first && p + i < visible.end;
-                rows[i] = is_seen ? reinterpret_cast<const Element*>(stream_.value(p + i)) : nullptr;
+                rows[i] = is_seen ? reinterpret_cast<const Element*>(pass.stream.value(p + i)) : nullptr;
             }
             lay_step(Kind(), rows, call_.value_dim, out);
         }
     }
 
-    // Tiles, counted from the task's first, that have a position visible to row r, or to rows r to r + count - 1.
-    Range tiles_of(int64_t r, int64_t count) const {
-        return {seen_[r].first / kTile - first_tile_, (seen_[r + count - 1].end + kTile - 1) / kTile - first_tile_};
+    // Tiles of a pass that have a position visible to rows r to r + count - 1.
+    Range tiles_of(const Pass& pass, int64_t r, int64_t count) const {
+        return pass.is_alike ? pass.tiles : Range{seen_[r].first / kTile - first_tile_, end_tile(r + count - 1)};
     }
+
+    // Behind the last tile that row r sees.
+    int64_t end_tile(int64_t r) const { return (seen_[r].end + kTile - 1) / kTile - first_tile_; }
 
     // Caps and masks the scores of tiles from to to - 1, and keeps the highest of each lane.
     void finish_scores(int64_t r, int64_t from, int64_t to) {
@@ -249,8 +316,8 @@ protected:
             float* scores = scores_ + r * stride_;
             int32_t* units = reinterpret_cast<int32_t*>(scores);
             Floats total = zeros();
-            const Range tiles = tiles_of(r, 1);
-            for (int64_t t = tiles.first; t < tiles.end; ++t)
+            const int64_t last_tile = end_tile(r);
+            for (int64_t t = seen_[r].first / kTile - first_tile_; t < last_tile; ++t)
                 total = add(
                     total, weigh_tile(
                                Kind(), scores + t * kTile, subtracted, units + (t + shape_.first_weight) * kSteps));
@@ -274,7 +341,7 @@ protected:
     const Call& call_;
     const QueryBlock& block_;
     const int64_t kv_head_;
-    const Stream &stream_, &next_;
+    const Stream& next_;
     const Shape shape_;
     // Rows are tokens times heads, heads within a token.
     const int64_t num_rows_, num_tiles_, first_tile_, num_chunks_, num_units_, num_columns_, stride_;

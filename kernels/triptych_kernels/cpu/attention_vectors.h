@@ -10,40 +10,42 @@ template <class Kind>
 class VectorTask : TaskParts<Kind> {
     using Parts = TaskParts<Kind>;
     using Parts::kPositions, Parts::kSteps;
-    using Parts::block_, Parts::call_, Parts::first_tile_, Parts::next_, Parts::num_columns_, Parts::num_rows_,
-        Parts::num_tiles_, Parts::num_units_, Parts::stream_, Parts::stride_;
+    using Parts::call_, Parts::first_tile_, Parts::num_columns_, Parts::num_units_, Parts::stride_;
     using Parts::highest_, Parts::keys_, Parts::queries_, Parts::scores_, Parts::seen_, Parts::sums_, Parts::values_;
 
 public:
     struct Registers {};  // which the compiler allocates
 
-    VectorTask(const Call& call, const QueryBlock& block, int64_t kv_head, const Stream& stream, const Stream& next)
-        : Parts(call, block, kv_head, stream, next, Shape{4, 1, kTilesTogether, 0}),
+    VectorTask(const Call& call, const QueryBlock& block, int64_t kv_head, const Stream& next)
+        : Parts(call, block, kv_head, next, Shape{4, 1, kTilesTogether, 0}),
           num_vectors_(kPositions == 2 ? num_columns_ / 16 : (call.value_dim + 15) / 16) {}
 
     // False if memory cannot be allocated.
     bool run(Registers&) {
         if (!this->find_memory()) return false;
         this->lay_queries();
-        score();
+        this->for_passes([&](const Pass& pass) { score(pass); });
         this->weigh();
-        if (block_.num_tokens == 1 && call_.block_size % kTile == 0 && call_.value_dim % 32 == 0) {
-            add_from_cache();
-        } else {
-            add();
-        }
+        const bool is_laid_out = call_.block_size % kTile == 0 && call_.value_dim % 32 == 0;
+        this->for_passes([&](const Pass& pass) {
+            if (is_laid_out && pass.is_alike && pass.num_rows() <= call_.share) {
+                add_from_cache(pass);
+            } else {
+                add(pass);
+            }
+        });
         this->store_results();
         return true;
     }
 
 private:
-    void score() {
-        for (int64_t tile = 0; tile < num_tiles_; tile += kTilesTogether) {
-            const int64_t end_tile = std::min(tile + kTilesTogether, num_tiles_);
-            for (int64_t t = tile; t < end_tile; ++t) this->lay_keys(t, keys_ + (t - tile) * num_units_ * 16);
-            for (int64_t r = 0; r < num_rows_; r += kRowsTogether) {
-                const int64_t count = std::min<int64_t>(kRowsTogether, num_rows_ - r);
-                const Range tiles = this->tiles_of(r, count);
+    void score(const Pass& pass) {
+        for (int64_t tile = pass.tiles.first; tile < pass.tiles.end; tile += kTilesTogether) {
+            const int64_t end_tile = std::min(tile + kTilesTogether, pass.tiles.end);
+            for (int64_t t = tile; t < end_tile; ++t) this->lay_keys(pass, t, keys_ + (t - tile) * num_units_ * 16);
+            for (int64_t r = pass.rows.first; r < pass.rows.end; r += kRowsTogether) {
+                const int64_t count = std::min<int64_t>(kRowsTogether, pass.rows.end - r);
+                const Range tiles = this->tiles_of(pass, r, count);
                 const int64_t from = std::max(tile, tiles.first), to = std::min(end_tile, tiles.end);
                 if (from >= to) continue;
                 const bool is_plain = call_.soft_cap == 0.0f &&
@@ -58,33 +60,36 @@ private:
         }
     }
 
-    void add() {
-        for (int64_t tile = 0; tile < num_tiles_; tile += kTilesTogether) {
-            const int64_t end_tile = std::min(tile + kTilesTogether, num_tiles_);
-            for (int64_t t = tile; t < end_tile; ++t)
-                this->lay_values(first_tile_ + t, values_ + (t - tile) * kSteps * num_columns_);
-            for (int64_t r = 0; r < num_rows_; r += kRowsTogether)
-                add_to_group(r, std::min<int64_t>(kRowsTogether, num_rows_ - r), tile, end_tile);
+    void add(const Pass& pass) {
+        for (int64_t tile = pass.tiles.first; tile < pass.tiles.end; tile += kTilesTogether) {
+            const int64_t end_tile = std::min(tile + kTilesTogether, pass.tiles.end);
+            for (int64_t t = tile; t < end_tile; ++t) {
+                const char* later = this->after(pass, t, true, nullptr);
+                if (later != nullptr) prefetch_bytes(later, kTile * call_.value_bytes);
+                this->lay_values(pass, t, values_ + (t - tile) * kSteps * num_columns_);
+            }
+            for (int64_t r = pass.rows.first; r < pass.rows.end; r += kRowsTogether)
+                add_to_group(pass, r, std::min<int64_t>(kRowsTogether, pass.rows.end - r), tile, end_tile);
         }
     }
 
     // add() for a single token: tiles that are wholly visible are read from the cache without another layout.
-    void add_from_cache() {
-        const Range seen = stream_.visible();
-        for (int64_t tile = 0; tile < num_tiles_;) {
+    void add_from_cache(const Pass& pass) {
+        const Range seen = pass.stream.visible();
+        for (int64_t tile = pass.tiles.first; tile < pass.tiles.end;) {
             CachedTiles tiles{{}, {}, 0};
-            for (int64_t t = tile; t < num_tiles_ && tiles.count < kTilesTogether; ++t, ++tiles.count) {
+            for (int64_t t = tile; t < pass.tiles.end && tiles.count < kTilesTogether; ++t, ++tiles.count) {
                 const int64_t position = (first_tile_ + t) * kTile;
                 if (position < seen.first || position + kTile > seen.end) break;
-                tiles.values[tiles.count] = stream_.value(position);
-                tiles.ahead[tiles.count] = stream_.after(num_tiles_ + t, next_, tiles.values[tiles.count]);
+                tiles.values[tiles.count] = pass.stream.value(position);
+                tiles.ahead[tiles.count] = this->after(pass, t, true, tiles.values[tiles.count]);
             }
             const int64_t end_tile = tile + std::max<int64_t>(tiles.count, 1);
-            if (tiles.count == 0) this->lay_values(first_tile_ + tile, values_);
-            for (int64_t r = 0; r < num_rows_; r += kRowsTogether) {
-                const int64_t count = std::min<int64_t>(kRowsTogether, num_rows_ - r);
+            if (tiles.count == 0) this->lay_values(pass, tile, values_);
+            for (int64_t r = pass.rows.first; r < pass.rows.end; r += kRowsTogether) {
+                const int64_t count = std::min<int64_t>(kRowsTogether, pass.rows.end - r);
                 if (tiles.count == 0) {
-                    add_to_group(r, count, tile, end_tile);
+                    add_to_group(pass, r, count, tile, end_tile);
                     continue;
                 }
                 const int32_t* weights = reinterpret_cast<const int32_t*>(scores_ + r * stride_) + tile * kSteps;
@@ -99,10 +104,10 @@ private:
     }
 
     // Adds the values of some tiles to neighbouring rows: steps that all see wholly together, the others by row.
-    void add_to_group(int64_t r, int64_t count, int64_t tile, int64_t end_tile) {
+    void add_to_group(const Pass& pass, int64_t r, int64_t count, int64_t tile, int64_t end_tile) {
         const int64_t base = (first_tile_ + tile) * kTile, size = (end_tile - tile) * kTile;
         const auto clip = [&](int64_t position) { return std::min(std::max<int64_t>(position - base, 0), size); };
-        if (block_.num_tokens == 1) {
+        if (pass.is_alike) {
             // All rows see the same positions, and values that they do not see are stored as zeros.
             const int64_t first = clip(seen_[r].first) / kPositions, end = (clip(seen_[r].end) + kPositions - 1) / kPositions;
             add_steps(Loops<Kind>::kAddValues[count - 1], r, tile, first, end, -1);

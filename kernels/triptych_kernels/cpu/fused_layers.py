@@ -33,7 +33,10 @@ _ARRAYS = ("x", "positions", "rows", "out")
 _LOW_RANK_SLOTS = ("low_rank_slots", "kept_low_rank_slots")  # of the tokens, of those that the head reads
 _COUNTS = ("num_tokens", "num_rows", "rows_at_once", "num_blocks", "block_size", "num_slots")
 _NUMBER_BYTES = 8  # of a position, or of a slot
-_OF_GROUP = ("slots", "tables", "starts", "totals", "num_table_rows", "num_columns", "table_stride")
+_OF_GROUP = (
+    "slots", "tables", "starts", "totals", "num_table_rows", "num_columns", "table_stride",
+    "num_common_blocks",
+)  # fmt: skip
 _OF_LAYER = ("keys", "values")
 
 

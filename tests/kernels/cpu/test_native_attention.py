@@ -256,6 +256,94 @@ def test_threads_change_no_bit(ops, use_threads, shape, options, dtype):
         assert torch.equal(attend(ops, case, **options), alone)
 
 
+def sharing_case(shape, dtype, num_tokens: int, lengths: list[tuple[int, int]]) -> PagedCase:
+    """Rows that all begin with the blocks of `num_tokens` tokens."""
+    (num_heads, num_kv_heads), key_dim, value_dim, block_size = shape
+    case = paged_case(
+        lengths,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        block_size=block_size,
+        dtype=dtype,
+    )
+    tables = case.batch.block_tables
+    tables[:, : num_tokens // block_size] = tables[0, : num_tokens // block_size].clone()
+    return case
+
+
+def joined(case: PagedCase, num_tokens: int) -> PagedCase:
+    return replace(
+        case, batch=replace(case.batch, num_common_blocks=num_tokens // case.batch.block_size, derived={})
+    )
+
+
+SHARING = {
+    "decodes": [(1, 97 + 5 * row) for row in range(13)],
+    "mixed": [
+        (1, 98),
+        (1, 160),
+        (3, 131),
+        (1, 97),
+        (40, 140),
+        (1, 112),
+        (1, 113),
+        (1, 129),
+        (0, 100),
+        (1, 99),
+    ],
+    "two": [(1, 200), (1, 97)],
+    "chunks": [(3, 131), (40, 140)],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", SHARING)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_that_read_common_blocks_together_have_the_same_bits(ops, use_threads, shape, rows, dtype):
+    case = sharing_case(shape, dtype, 96, SHARING[rows])
+    alone = attend(ops, case)
+    for num_threads in (1, 3):
+        use_threads(num_threads)
+        assert torch.equal(attend(ops, joined(case, 96)), alone)
+    # Less than what is shared may be said: a part of a tile, or of a block, is each row's own.
+    assert torch.equal(attend(ops, joined(case, 60)), alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_common_blocks_change_no_bit_with_any_option(ops, options, dtype):
+    case = sharing_case(((4, 2), 32, 32, 16), dtype, 96, SHARING["mixed"])
+    alone = attend(ops, case, **OPTIONS[options])
+    assert torch.equal(attend(ops, joined(case, 96), **OPTIONS[options]), alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_rows_than_fit_in_a_task_have_the_same_bits(ops, dtype):
+    case = sharing_case(((6, 2), 64, 64, 16), dtype, 512, [(1, 513 + 7 * row % 90) for row in range(101)])
+    assert torch.equal(attend(ops, joined(case, 512)), attend(ops, case))
+
+
+def test_common_blocks_that_are_not_common_are_refused(ops):
+    case = sharing_case(((4, 2), 32, 32, 16), torch.bfloat16, 96, SHARING["decodes"])
+    case.batch.block_tables[7, 5] = case.batch.block_tables[7, 6]
+    with pytest.raises(ValueError, match="rows do not begin with the same blocks"):
+        attend(ops, joined(case, 96))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_in_a_rows_own_blocks_reaches_no_row_that_reads_common_blocks_with_it(ops, dtype):
+    case = sharing_case(((4, 2), 32, 32, 16), dtype, 96, SHARING["decodes"])
+    clean = attend(ops, case)
+    block = int(case.batch.block_tables[4, 6])
+    case.key_cache[block] = case.value_cache[block] = float("nan")
+    output = attend(ops, joined(case, 96))
+    assert output[4].isnan().all()
+    output[4] = clean[4]
+    assert torch.equal(output, clean)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [4, 16, 32])
 @pytest.mark.parametrize("poisoned", [0, 3, 6])

@@ -151,24 +151,28 @@ class TileTask : TaskParts<Bf16Attention> {
 public:
     using Registers = TileRegisters;
 
-    TileTask(const Call& call, const QueryBlock& block, int64_t kv_head, const Stream& stream, const Stream& next)
+    TileTask(const Call& call, const QueryBlock& block, int64_t kv_head, const Stream& next)
         : TaskParts(
-              call, block, kv_head, stream, next,
+              call, block, kv_head, next,
               // One more step, for a row's own copy of values.
               Shape{kUnitsOfStep, rows_of_group(block.num_tokens * call.share),
                     (steps_together(block.num_tokens * call.share) + 1) * kTilesOfStep,
-                    stream.first_tile() % kTilesOfStep}),
-          num_steps_(steps_of(Range{0, num_tiles_}).end), steps_together_(steps_together(num_rows_)) {}
+                    call.first_visible(block.position) / kTile % kTilesOfStep}) {}
 
     // False if memory cannot be allocated.
     bool run(Registers& registers) {
         if (!find_memory()) return false;
-        registers.hold(shape_.rows_together);
         lay_queries();
-        score();
+        for_passes([&](const Pass& pass) {
+            registers.hold(rows_of_group(pass.num_rows()));
+            score(pass);
+        });
         weigh();
-        clear_unseen_weights();
-        add();
+        for_passes([&](const Pass& pass) {
+            registers.hold(rows_of_group(pass.num_rows()));
+            clear_unseen_weights(pass);
+            add(pass);
+        });
         store_results();
         return true;
     }
@@ -198,59 +202,63 @@ private:
 
     // body(first row, rows) for each group.
     template <class Body>
-    void for_groups(const Body& body) const {
-        for (int64_t r = 0; r < num_rows_; r += shape_.rows_together)
-            body(r, std::min(shape_.rows_together, num_rows_ - r));
+    static void for_groups(const Pass& pass, const Body& body) {
+        const int64_t together = rows_of_group(pass.num_rows());
+        for (int64_t r = pass.rows.first; r < pass.rows.end; r += together)
+            body(r, std::min(together, pass.rows.end - r));
     }
 
-    bool has_few_rows() const { return shape_.rows_together <= kFewRows; }
+    static bool has_few_rows(const Pass& pass) { return rows_of_group(pass.num_rows()) <= kFewRows; }
     // Registers that hold sums of all rows.
-    int64_t sums_together() const { return has_few_rows() ? 2 : 4; }
+    static int64_t sums_together(const Pass& pass) { return has_few_rows(pass) ? 2 : 4; }
 
-    void score() {
-        if (has_few_rows() && call_.block_size % kTile == 0 && call_.key_bytes % kTileRowBytes == 0) {
-            return score_in_place();
+    void score(const Pass& pass) {
+        if (has_few_rows(pass) && call_.block_size % kTile == 0 && call_.key_bytes % kTileRowBytes == 0) {
+            return score_in_place(pass);
         }
-        const int64_t padding = num_units_ - num_chunks_ * 4, together = steps_together_ * kTilesOfStep;
+        const int64_t padding = num_units_ - num_chunks_ * 4;
+        const int64_t together = steps_together(pass.num_rows()) * kTilesOfStep;
         for (int64_t t = 0; t < together && padding > 0; ++t)
             std::memset(keys_ + ((t + 1) * num_units_ - padding) * 16, 0, padding * 64);
-        for (int64_t tile = 0; tile < num_tiles_; tile += together) {
-            const int64_t end_tile = std::min(tile + together, num_tiles_);
-            for (int64_t t = tile; t < end_tile; ++t) lay_keys(t, keys_ + (t - tile) * num_units_ * 16);
-            for_groups([&](int64_t r, int64_t count) {
-                const Range tiles = tiles_of(r, count);
+        for (int64_t tile = pass.tiles.first; tile < pass.tiles.end; tile += together) {
+            const int64_t end_tile = std::min(tile + together, pass.tiles.end);
+            for (int64_t t = tile; t < end_tile; ++t) lay_keys(pass, t, keys_ + (t - tile) * num_units_ * 16);
+            for_groups(pass, [&](int64_t r, int64_t count) {
+                const Range tiles = tiles_of(pass, r, count);
                 const int64_t end = std::min(end_tile, tiles.end);
-                for (int64_t t = std::max(tile, tiles.first); t < end; t += sums_together())
+                for (int64_t t = std::max(tile, tiles.first); t < end; t += sums_together(pass))
                     score_tiles(
-                        r, count, keys_ + (t - tile) * num_units_ * 16, t, std::min(t + sums_together(), end));
+                        r, count, keys_ + (t - tile) * num_units_ * 16, t, std::min(t + sums_together(pass), end));
             });
         }
     }
 
     // Scores of few rows, from keys in the cache.
-    void score_in_place() {
+    void score_in_place(const Pass& pass) {
+        const int64_t first_row = pass.rows.first, num_rows = pass.num_rows();
         std::array<const char*, kTile> queries{};  // as many as are transposed together
-        for (int64_t r = 0; r < num_rows_; ++r) queries[r] = reinterpret_cast<const char*>(queries_ + r * num_units_);
+        for (int64_t r = 0; r < num_rows; ++r)
+            queries[r] = reinterpret_cast<const char*>(queries_ + (first_row + r) * num_units_);
         // The products of the other columns are in no row's score.
         auto* turned = reinterpret_cast<uint32_t*>(keys_);
-        pack_rows(queries.data(), static_cast<int>(num_rows_), num_units_ * 4, num_units_, turned, kTile);
+        pack_rows(queries.data(), static_cast<int>(num_rows), num_units_ * 4, num_units_, turned, kTile);
         alignas(64) float scores[kKeyTiles * kTile * 16];
         const __m512i position_starts = _mm512_load_si512(kPositionStarts);
-        for (int64_t tile = 0; tile < num_tiles_; tile += kKeyTiles) {
-            const int64_t count = std::min(kKeyTiles, num_tiles_ - tile);
+        for (int64_t tile = pass.tiles.first; tile < pass.tiles.end; tile += kKeyTiles) {
+            const int64_t count = std::min(kKeyTiles, pass.tiles.end - tile);
             KeyTiles keys{};
             for (int64_t t = 0; t < count; ++t) {
-                keys.now[t] = stream_.key((first_tile_ + tile + t) * kTile);
-                keys.later[t] = stream_.after(tile + t, next_, keys.now[t]);
+                keys.now[t] = pass.stream.key((first_tile_ + tile + t) * kTile);
+                keys.later[t] = after(pass, tile + t, false, keys.now[t]);
             }
             kMultiplyKeys[count - 1](
                 keys, call_.key_bytes, reinterpret_cast<const char*>(turned), num_units_ / kUnitsOfStep, scores);
-            for (int64_t r = 0; r < num_rows_; ++r)
+            for (int64_t r = 0; r < num_rows; ++r)
                 for (int64_t t = 0; t < count; ++t)
                     _mm512_store_ps(
-                        scores_ + r * stride_ + (tile + t) * kTile,
+                        scores_ + (first_row + r) * stride_ + (tile + t) * kTile,
                         _mm512_i32gather_ps(position_starts, scores + t * kTile * 16 + r, 4));
-            scale_scores(0, num_rows_, tile, tile + count);
+            scale_scores(first_row, num_rows, tile, tile + count);
         }
     }
 
@@ -284,13 +292,13 @@ private:
     }
 
     // Zeroes the weights of a group's steps that are in none of a row's own tiles.
-    void clear_unseen_weights() {
+    void clear_unseen_weights(const Pass& pass) {
         constexpr int64_t kBytesOfTile = kTileRowBytes / kTilesOfStep;
-        for_groups([&](int64_t r, int64_t count) {
-            const Range steps = steps_of(tiles_of(r, count));
+        for_groups(pass, [&](int64_t r, int64_t count) {
+            const Range steps = steps_of(tiles_of(pass, r, count));
             const int64_t first = steps.first * kTileRowBytes, end = steps.end * kTileRowBytes;
             for (int64_t i = r; i < r + count; ++i) {
-                const Range tiles = tiles_of(i, 1);
+                const Range tiles = tiles_of(pass, i, 1);
                 const int64_t own = (tiles.first + shape_.first_weight) * kBytesOfTile;
                 const int64_t own_end = (tiles.end + shape_.first_weight) * kBytesOfTile;
                 std::memset(weights(i) + first, 0, own - first);
@@ -299,22 +307,25 @@ private:
         });
     }
 
-    void add() {
-        for (int64_t step = 0; step < num_steps_; step += steps_together_) {
-            const int64_t end_step = std::min(step + steps_together_, num_steps_);
+    void add(const Pass& pass) {
+        const int64_t together = rows_of_group(pass.num_rows()), most_steps = steps_together(pass.num_rows());
+        const int64_t last_step = steps_of(pass.tiles).end;
+        for (int64_t step = steps_of(pass.tiles).first; step < last_step; step += most_steps) {
+            const int64_t end_step = std::min(step + most_steps, last_step);
             bool is_harmless[kStepsTogether];  // even for rows that do not see all of it
-            for (int64_t s = step; s < end_step; ++s) is_harmless[s - step] = lay_step(s, values_of(s - step));
-            for_groups([&](int64_t r, int64_t count) {
-                const Range steps = steps_of(tiles_of(r, count));
+            for (int64_t s = step; s < end_step; ++s) is_harmless[s - step] = lay_step(pass, s, values_of(s - step));
+            for_groups(pass, [&](int64_t r, int64_t count) {
+                const Range steps = steps_of(tiles_of(pass, r, count));
                 const int64_t end = std::min(end_step, steps.end);
                 for (int64_t s = std::max(step, steps.first), next; s < end; s = next) {
                     next = s;
                     while (next < end && (is_harmless[next - step] || all_see(r, count, next))) ++next;
                     if (next > s) {
-                        add_steps(r, shape_.rows_together, s, next - s, values_of(s - step));
+                        add_steps(r, together, sums_together(pass), s, next - s, values_of(s - step));
                         continue;
                     }
-                    for (int64_t i = r; i < r + count; ++i) add_seen(i, s, values_of(s - step));
+                    for (int64_t i = r; i < r + count; ++i)
+                        add_seen(i, sums_together(pass), s, values_of(s - step), values_of(most_steps));
                     ++next;
                 }
             });
@@ -331,22 +342,22 @@ private:
 
     // Lays out the values of a step, with zeros for positions that no row sees. False if a row does not see all of them
     // and one is not finite: its product with a weight of zero is not zero.
-    bool lay_step(int64_t step, int32_t* out) const {
+    bool lay_step(const Pass& pass, int64_t step, int32_t* out) const {
         for (int64_t i = 0; i < kTilesOfStep; ++i) {
             const int64_t tile = step * kTilesOfStep + i - shape_.first_weight;
             int32_t* tile_out = out + i * kSteps * num_columns_;
-            if (tile < 0 || tile >= num_tiles_) {
+            if (tile < 0 || tile >= pass.tiles.end) {
                 std::memset(tile_out, 0, kSteps * num_columns_ * 4);
                 continue;
             }
             // In two parts, as for keys.
             const int64_t part = kTile / 2 * call_.value_bytes;
-            const char* later = stream_.after(num_tiles_ + tile, next_, nullptr);
+            const char* later = after(pass, tile, true, nullptr);
             if (later != nullptr) prefetch_bytes(later, part);
-            lay_values(first_tile_ + tile, tile_out);
+            lay_values(pass, tile, tile_out);
             if (later != nullptr) prefetch_bytes(later + part, part);
         }
-        if (block_.num_tokens == 1 || all_see(0, num_rows_, step)) return true;
+        if (pass.is_alike || all_see(0, num_rows_, step)) return true;
         const __m512i exponent = _mm512_set1_epi16(0x7f80);
         __mmask32 found = 0;
         for (int64_t i = 0; i < kUnitsOfStep * num_columns_; i += 16)
@@ -354,19 +365,19 @@ private:
         return found == 0;
     }
 
-    // Adds neighbouring steps to num_rows rows, or to one.
-    void add_steps(int64_t r, int64_t num_rows, int64_t step, int64_t num_steps, const int32_t* values) {
+    // Adds neighbouring steps to num_rows rows, or to one. most_sums: registers that hold sums of all rows.
+    void add_steps(
+        int64_t r, int64_t num_rows, int64_t most_sums, int64_t step, int64_t num_steps, const int32_t* values) {
         const bool is_one = num_rows == 1;
-        for (int64_t column = 0; column < num_columns_; column += 16 * sums_together())
-            kMultiplyTiles<true>[std::min(sums_together(), (num_columns_ - column) / 16) - 1](TileProduct{
+        for (int64_t column = 0; column < num_columns_; column += 16 * most_sums)
+            kMultiplyTiles<true>[std::min(most_sums, (num_columns_ - column) / 16) - 1](TileProduct{
                 weights(r) + step * kTileRowBytes, is_one ? 0 : stride_ * 4,
                 reinterpret_cast<const char*>(values + column), num_columns_ * 4, kUnitsOfStep * num_columns_ * 4, 64,
                 num_steps, sums_ + r * num_columns_ + column, is_one ? 0 : num_columns_ * 4});
     }
 
-    // Adds one step to one row, with zeros for values that it does not see.
-    void add_seen(int64_t r, int64_t step, const int32_t* values) {
-        int32_t* cleared = values_of(steps_together_);
+    // Adds one step to one row, with zeros for values that it does not see. cleared: room for the values of a step.
+    void add_seen(int64_t r, int64_t most_sums, int64_t step, const int32_t* values, int32_t* cleared) {
         for (int64_t unit = 0; unit < kUnitsOfStep; ++unit) {
             const int64_t position = first_position(step) + 2 * unit;
             const auto sees = [&](int64_t p) { return p >= seen_[r].first && p < seen_[r].end; };
@@ -375,10 +386,8 @@ private:
             for (int64_t column = unit * num_columns_; column < (unit + 1) * num_columns_; column += 16)
                 _mm512_store_si512(cleared + column, _mm512_and_si512(_mm512_load_si512(values + column), kept));
         }
-        add_steps(r, 1, step, 1, cleared);
+        add_steps(r, 1, most_sums, step, 1, cleared);
     }
-
-    const int64_t num_steps_, steps_together_;
 };
 
 }  // namespace
