@@ -228,6 +228,9 @@ class CoreConfig(SecurityOptions):
         "were accepted and what a step costs; or all",
     )
     enable_prefix_caching: bool = option(True, help="reuse the KV of equal prefixes")
+    enable_common_prefix: bool = option(
+        True, help="attend to the blocks that all requests of a step begin with once for all of them"
+    )
     enable_chunked_prefill: bool = option(True, help="let a long prompt be computed over several steps")
     long_prefill_token_threshold: int = option(
         0, help="most prompt tokens of one request in a step; 0: no such limit"

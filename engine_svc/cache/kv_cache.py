@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from engine_svc.cache.attention import NEVER, KeptState
+from engine_svc.cache.attention import NEVER, FullAttention, KeptState
 from engine_svc.cache.block_hash import BlockHasher
 from engine_svc.cache.block_pool import BlockPool, JoinedPools, content_key, held_blocks
 from engine_svc.cache.config import CacheConfig
@@ -106,6 +106,8 @@ class KVCache:
         self.gives_back = any(kind.first_unreading(1) != NEVER for kind in kinds)
         # Groups in which a hit must not end with a block of the newest steps.
         self._state_groups = tuple(index for index, kind in enumerate(kinds) if kind.num_unshared_steps)
+        # Groups whose layers read every token.
+        self._whole_groups = [index for index, kind in enumerate(kinds) if isinstance(kind, FullAttention)]
         self._registered: list[int] = []  # since the last `take_registered`
         self._registered_before: list[int] = []  # what that returned
         self.hit_rate = HitRate()
@@ -284,6 +286,18 @@ class KVCache:
             num_freed += num_blocks
         return request.num_computed_tokens - num_kept_tokens, num_freed
 
+    def num_common_blocks(self, requests: Sequence[Request]) -> list[int]:
+        """With how many blocks the tables of all these requests begin, by group; [] if with none.
+
+        0 for groups whose layers do not read all tokens: those of windows, chunks and states.
+        """
+        if len(requests) < 2:
+            return []
+        counts = [0] * len(self._groups)
+        for index in self._whole_groups:
+            counts[index] = _num_common([request.block_tables[index].block_ids for request in requests])
+        return counts if any(counts) else []
+
     def reset(self) -> bool:
         """Clear the prefix cache, and release what is retained.
 
@@ -414,3 +428,11 @@ class KVCache:
         stored = StoredBlocks(hashes, parent, token_ids, block_size, group, request.variant)
         for observer in self.pool.observers:
             observer.on_store(stored)
+
+
+def _num_common(tables: Sequence[list[int]]) -> int:
+    """With how many entries all the tables begin."""
+    for index, entries in enumerate(zip(*tables, strict=False)):
+        if entries.count(entries[0]) < len(entries):
+            return index
+    return min(map(len, tables))

@@ -24,7 +24,7 @@ from engine_svc.core.step import AdmittedRequest, StepPlan
 PLAN, CALL, STOP = b"P", b"C", b"S"
 PREPARE, DROP = b"R", b"D"  # the second ends with the id of the request
 
-VERSION = 4
+VERSION = 5
 MAX_ROWS = 1 << 16
 
 # Version, step number, number of rows, of released, admitted and preempted requests.
@@ -80,6 +80,7 @@ class PlanEncoder:
         )
         writer.ints([self._rows.leave(request_id) for request_id in plan.released])
         self._write_preempted(writer, plan)
+        writer.counted_ints(plan.num_common_blocks)
         for admitted in plan.admitted:
             self._write_admitted(writer, admitted)
         if plan.request_ids:
@@ -173,6 +174,7 @@ class PlanDecoder:
             plan.released.append(request_id)
         indices = reader.ints(num_preempted).tolist()
         plan.preempted = [plan.released[index] if index >= 0 else reader.text() for index in indices]
+        plan.num_common_blocks = reader.counted_ints()
         plan.admitted = [self._read_admitted(reader) for _ in range(num_admitted)]
         if num_rows:
             self._read_rows(reader, plan, num_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -271,13 +272,16 @@ class InputBatch:
         max_total = int(totals.max())
         # Without groups there is one batch without blocks, for the rows' lengths.
         tables = self._gathered_tables(layout, -(-max_total // size)) or [self._no_blocks[: len(counts)]]
+        num_common = plan.num_common_blocks or itertools.repeat(0)
         return StepInputs(
             token_ids=self._known_tokens(row_of_token, positions, layout.device_rows, device_positions),
             positions=device_positions,
             slot_mappings=device_slots,
             attention=[
-                AttentionBatch(table, layout.query_starts, total_lengths, size, layout.max_count, max_total)
-                for table in tables
+                AttentionBatch(
+                    table, layout.query_starts, total_lengths, size, layout.max_count, max_total, num_blocks
+                )
+                for table, num_blocks in zip(tables, num_common, strict=False)
             ],
             states=self._state_batch(layout, starts, total_lengths),
             logit_rows=layout.logit_rows,

@@ -24,6 +24,7 @@ from engine_svc.core.request import (
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.admission import refusal, segment_refusal
 from engine_svc.scheduler.budget import Budget, PipelineTurns, Restriction
+from engine_svc.scheduler.common_prefix import CommonPrefix
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from engine_svc.scheduler.feature import SchedulerFeature, overriding, verdict_of
 from engine_svc.scheduler.in_flight import PlannedSteps
@@ -78,6 +79,7 @@ class Scheduler:
             policy.prefill_budgets,
             [feature.budget for feature in features if feature.budget is not None],
         )
+        self._common_prefix = CommonPrefix(kv_cache)
         self._drafts = DraftCounter()
         self._draft_grants: DraftGrants | None = None
         if config.drafts_at_launch:
@@ -316,6 +318,8 @@ class Scheduler:
         if not rows:
             return plan
         plan.released, queues.released = queues.released, []
+        if self._config.enable_common_prefix:
+            plan.num_common_blocks = self._common_prefix.count(plan, rows)
         self._in_flight.push(plan.step_number, rows, plan.num_tokens, plan.released, registered)
         self._max_rows = max(self._max_rows, len(rows))
         self._policy.on_plan(plan, rows)

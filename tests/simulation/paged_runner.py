@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from itertools import repeat
+from itertools import repeat, takewhile
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from engine_svc.cache.attention import (
     ChunkedLocal,
     CrossAttention,
     EveryState,
+    FullAttention,
     KeptState,
     SingleState,
     SlidingWindow,
@@ -39,6 +40,12 @@ def first_read(kind: AttentionKind, position: int) -> int:
             return max(0, position - 1)
         case _:
             return 0
+
+
+def num_equal(tables: Sequence[Sequence[int]]) -> int:
+    """With how many entries all the tables begin."""
+    columns = map(set, zip(*tables, strict=False))
+    return sum(1 for _ in takewhile(lambda entries: len(entries) == 1, columns))
 
 
 def encoder_blocks(identity: Identity, kind: CrossAttention) -> list[tuple[int, ...]]:
@@ -145,6 +152,7 @@ class PagedRunner:
                 plan.samples,
             )
         )
+        self._check_common(plan)
         drafts: Mapping[str, list[int]] = {}
         if self._num_drafts and not self._proposes_at_launch:
             drafts = {request_id: self._propose(rows[request_id]) for request_id in plan.request_ids}
@@ -222,6 +230,16 @@ class PagedRunner:
         row.token_ids += sampled
         row.extend(self._kinds)
         return sampled
+
+    def _check_common(self, plan: StepPlan) -> None:
+        """The plan says with how many blocks all rows begin, in groups that read all tokens."""
+        tables = [self.rows[request_id].tables for request_id in plan.request_ids]
+        common = [
+            num_equal(group) if isinstance(kind, FullAttention) and len(group) > 1 else 0
+            for kind, group in zip(self._kinds, zip(*tables, strict=True), strict=True)
+        ]
+        if (plan.num_common_blocks or [0] * len(common)) != common:
+            raise BrokenInvariant("budget", f"rows have {common} common blocks: {plan.num_common_blocks}")
 
     def _check_room(self, row: Row, end: int, request_id: str) -> None:
         num_positions = min(end + self._num_lookahead_tokens, self._max_model_len)

@@ -890,3 +890,15 @@ def test_by_default_beginnings_are_shared_whole_and_no_slot_lies_ahead():
             max_in_flight_tokens=1000,
         ).hasher.root()
     )
+
+
+def test_blocks_with_which_all_requests_begin_are_counted_by_group():
+    groups = (FullAttention(16), SlidingWindow(16, 64), ChunkedLocal(16, 64))
+    small = SmallCache(100, groups=groups)
+    requests = [small.admitted(request(name, [*tokens(64), index])) for index, name in enumerate("abc")]
+    assert small.cache.num_common_blocks(requests) == [4, 0, 0]
+    other = small.admitted(request("d", [*tokens(32), 7]))
+    assert small.cache.num_common_blocks([*requests, other]) == [2, 0, 0]
+    assert small.cache.num_common_blocks([other]) == []
+    stranger = small.admitted(request("e", tokens(40, first=500)))
+    assert small.cache.num_common_blocks([*requests, stranger]) == []

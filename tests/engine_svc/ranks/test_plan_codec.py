@@ -100,6 +100,7 @@ def random_plans(rng: random.Random, num_groups: int, num_steps: int) -> Iterato
             plan.admitted.append(
                 AdmittedRequest(request_id, tokens, rng.randint(1, 40), sampling, blocks, extras, salt)
             )
+        plan.num_common_blocks = rng.choice([[], [rng.randrange(1 << 20) for _ in range(num_groups)]])
         plan.request_ids = rng.sample(living, rng.randint(0, len(living)))
         for _ in plan.request_ids:
             plan.num_tokens.append(rng.choice([1, 1, rng.randint(1, 1 << 20)]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -83,8 +83,8 @@ class PlanDriver:
         self.requests[request_id] = request
         return request
 
-    def step(self, grants: dict[str, int]) -> StepResult:
-        plan = StepPlan(self.num_steps, released=self._released)
+    def step(self, grants: dict[str, int], num_common_blocks: Sequence[int] = ()) -> StepResult:
+        plan = StepPlan(self.num_steps, released=self._released, num_common_blocks=list(num_common_blocks))
         self._released = []
         self.num_steps += 1
         for request_id, num_tokens in grants.items():

@@ -138,3 +138,16 @@ def test_without_groups_rows_have_lengths_and_no_blocks():
     (lengths,) = inputs.attention
     assert (inputs.slot_mappings, lengths.block_tables.shape) == ([], (2, 0))
     assert lengths.query_starts.tolist() == [0, 3, 5]
+
+
+def test_attention_learns_with_how_many_blocks_the_rows_of_each_group_begin():
+    batch = small_batch(num_groups=2)
+    entering = [
+        AdmittedRequest(name, list(range(9)), 9, SamplingParams(8), [[5, 6, own], [0, own, own]])
+        for name, own in (("a", 1), ("b", 2))
+    ]
+    step = replace(plan([("a", 1, 8, []), ("b", 1, 8, [])], admitted=entering), num_common_blocks=[2, 0])
+    apply(batch, step)
+    assert [attention.num_common_blocks for attention in batch.gather(step).attention] == [2, 0]
+    later = plan([("a", 1, 9, [])])
+    assert [attention.num_common_blocks for attention in batch.gather(later).attention] == [0, 0]

@@ -113,6 +113,34 @@ def test_a_prefix_whose_blocks_another_request_filled_is_not_computed_again(tiny
         assert_same_stream(model.theirs, prompt, request.output_token_ids)
 
 
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_rows_that_read_common_blocks_together_produce_the_same_tokens(tiny_model, model_impl):
+    model = tiny_model("llama", model_impl)
+    shared, num_blocks = prompt_of(92, seed=1), 92 // 4
+
+    def sharing_driver():
+        driver = model.driver()
+        driver.add("0", shared + prompt_of(3, seed=0))
+        driver.step({"0": 95})
+        for index in range(1, 5):
+            request = driver.add(str(index), shared + prompt_of(3 + index, seed=index))
+            request.block_ids = [[*driver.requests["0"].block_ids[0][:num_blocks]]]
+            request.num_computed_tokens = 92
+        return driver
+
+    alone, together = sharing_driver(), sharing_driver()
+    first = {"0": 1, **{str(index): 3 + index for index in range(1, 5)}}
+    for grants in [first, *[dict.fromkeys("01234", 1)] * 12]:
+        alone.step(grants)
+        together.step(grants, [num_blocks])
+    for name, request in together.requests.items():
+        assert request.token_ids == alone.requests[name].token_ids
+    if model_impl == "native":
+        # The kernel compares the tables of the rows that it takes together.
+        with pytest.raises(ValueError, match="rows do not begin with the same blocks"):
+            together.step(dict.fromkeys("01234", 1), [num_blocks + 1])
+
+
 def test_a_chunk_that_does_not_reach_the_last_token_samples_nothing(tiny_model):
     driver = tiny_model("llama").driver()
     driver.add("a", prompt_of(10, seed=0))

@@ -249,3 +249,31 @@ def test_default_scheduler_config():
         pipeline_stages=1,
         prefill_share=0.5,
     )
+
+
+def test_a_plan_has_the_number_of_blocks_that_all_its_rows_share():
+    stage = Stage(block_size=16)
+    stage.add(request("a", 65, salt="same"))
+    assert stage.step().num_common_blocks == []
+    stage.add(request("b", 65, salt="same"), request("c", 70, salt="same"))
+    # The rows of "b" and "c" have the hit in this step already, and gain blocks of their own later.
+    assert [stage.step().num_common_blocks for _ in range(12)] == [[4]] * 12
+    stage.add(request("d", 40, max_tokens=2))
+    assert [stage.step().num_common_blocks for _ in range(3)] == [[], [], [4]]
+
+
+def test_a_preempted_request_is_compared_again():
+    stage = Stage(block_size=16)
+    stage.add(request("a", 65, salt="same"), request("b", 65, salt="same"))
+    stage.step()
+    assert stage.step().num_common_blocks == [4]
+    stage.preempt_running()
+    assert stage.cache.reset()
+    plans = [stage.step() for _ in range(2)]
+    assert [plan.num_common_blocks for plan in plans] == [[4], [4]]
+
+
+def test_common_blocks_are_not_counted_where_that_is_off():
+    stage = Stage(block_size=16, enable_common_prefix=False)
+    stage.add(request("a", 65, salt="same"), request("b", 65, salt="same"))
+    assert [stage.step().num_common_blocks for _ in range(3)] == [[]] * 3
