@@ -22,6 +22,7 @@ class Job:
 
     json_schema: what every output is constrained to; it has to have room for so many tokens.
     given: the prompts, if they are not random ones of these lengths.
+    num_shared: with so many tokens every prompt begins, here and in other jobs with this number.
     temperature: 0, greedy, for contestants that do not read it.
     """
 
@@ -30,15 +31,18 @@ class Job:
     seed: int
     json_schema: str = ""
     given: Prompts | None = None
+    num_shared: int = 0
     temperature: float = 0.0
 
     def prompts(self) -> Prompts:
         """The prompts: the same for every contestant, and none that an earlier job had."""
         if self.given is not None:
             return self.given
-        choose = random.Random(self.seed)
+        choose, choose_shared = random.Random(self.seed), random.Random(self.num_shared)
+        shared = [choose_shared.randrange(_FIRST_ID, _END_ID) for _ in range(self.num_shared)]
         return [
-            [choose.randrange(_FIRST_ID, _END_ID) for _ in range(length)] for length in self.prompt_lengths
+            shared + [choose.randrange(_FIRST_ID, _END_ID) for _ in range(length - self.num_shared)]
+            for length in self.prompt_lengths
         ]
 
 

