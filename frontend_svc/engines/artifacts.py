@@ -142,18 +142,11 @@ class ArtifactStore:
         tokenizer = self._tokenizers.get(key)
         if tokenizer is None:
             loop = asyncio.get_running_loop()
-            # A worker loads it as well, so that the first request need not. As the library holds the
-            # interpreter while it parses, this process begins when the worker has the files.
-            has_files = asyncio.Event()
-            loading = asyncio.ensure_future(self._workers.load(files, has_files.set))
-            loading.add_done_callback(lambda _: has_files.set())
-            await has_files.wait()
             tokenizer = await loop.run_in_executor(None, parse_tokenizer, files, self._workers)
-            if loading.done():
-                await loading
-            else:
-                self._loading_ahead.add(loading)
-                loading.add_done_callback(self._note_loaded)
+            # A worker loads it as well. The first request waits for that, and the model need not.
+            loading = asyncio.ensure_future(self._workers.load(files))
+            self._loading_ahead.add(loading)
+            loading.add_done_callback(self._note_loaded)
         return self._remember(key, tokenizer)
 
     def _note_loaded(self, loading: asyncio.Future[str]) -> None:

@@ -513,7 +513,8 @@ def _rotary_table(config: ModelConfig, facts: ModelFacts) -> Tensor:
     try:
         # One position more than the longest sequence: a step may be planned before its end is known.
         table = rotary_table(config.config, facts.max_position + 1)
-        if not table.isfinite().all():
+        # Its angles are the greatest: where these are numbers, all are.
+        if not table[..., -1, :].isfinite().all():
             raise ValueError("its angles are no numbers")
         return table
     # What functions of transformers raise for parameters that they were not made for.

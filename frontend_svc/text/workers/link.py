@@ -52,7 +52,6 @@ class WorkerLink(asyncio.Protocol):
         self._on_end = on_end
         self._reader = FrameReader()
         self._unsent: list[memoryview] = []
-        self._on_sent: Callable[[], None] | None = None
         self._is_paused = False
         self._has_ended = False
         self._transport: asyncio.Transport | None = None
@@ -90,17 +89,8 @@ class WorkerLink(asyncio.Protocol):
             return math.inf
         return (int(fields[_USER_TIME]) + int(fields[_SYSTEM_TIME])) / os.sysconf("SC_CLK_TCK")
 
-    def send(
-        self,
-        header: Mapping[str, object],
-        parts: Sequence[bytes],
-        on_sent: Callable[[], None] | None = None,
-    ) -> None:
-        """Write a frame with `parts` as its body, as fast as the worker reads it. Raises FrameError.
-
-        on_sent: called when nothing of it waits in this process any more.
-        """
-        self._on_sent = on_sent
+    def send(self, header: Mapping[str, object], parts: Sequence[bytes]) -> None:
+        """Write a frame with `parts` as its body, as fast as the worker reads it. Raises FrameError."""
         head = pack_head(header, sum(len(part) for part in parts))
         # Short frames are written in one piece.
         if sum(len(part) for part in parts) <= _CHUNK_BYTES:
@@ -121,8 +111,6 @@ class WorkerLink(asyncio.Protocol):
         """Called by the event loop."""
         # The transports of other event loops have the same methods without being subclasses.
         self._transport = cast("asyncio.Transport", transport)
-        # Writing is paused until the worker has all: `on_sent` is called then.
-        self._transport.set_write_buffer_limits(high=0)
 
     def data_received(self, data: bytes) -> None:
         """Called by the event loop: the process has written."""
@@ -177,9 +165,6 @@ class WorkerLink(asyncio.Protocol):
                 self._unsent[0] = view[_CHUNK_BYTES:]
             else:
                 self._unsent.pop(0)
-        if not self._unsent and not self._is_paused and self._on_sent is not None:
-            on_sent, self._on_sent = self._on_sent, None
-            on_sent()
 
     def _end(self) -> None:
         if not self._has_ended:

@@ -200,8 +200,7 @@ class WorkerSlot:
             "num_tokenizer_bytes": len(files.tokenizer),
             "num_config_bytes": len(files.tokenizer_config),
         }
-        on_sent = None if self._work is None else self._work.on_loading
-        self._send(header, files, files.parts, _READ_LIMIT_S, on_sent)
+        self._send(header, files, files.parts, _READ_LIMIT_S)
 
     def _send_work(self, work: Work) -> None:
         self._move_to(SlotState.WORKING)
@@ -209,17 +208,12 @@ class WorkerSlot:
         self._send(work.header, work.files, (work.body,), self._time_limit_s)
 
     def _send(
-        self,
-        header: Mapping[str, object],
-        files: TextFiles | None,
-        parts: Sequence[bytes],
-        limit_s: float,
-        on_sent: Callable[[], None] | None = None,
+        self, header: Mapping[str, object], files: TextFiles | None, parts: Sequence[bytes], limit_s: float
     ) -> None:
         assert self._link is not None
         self._limit = _TimeLimit(self._link, limit_s, self._expire)
         key = "" if files is None else files.key
-        self._link.send({**header, "key": key, "limit_s": _MAX_LIMITS * limit_s}, parts, on_sent)
+        self._link.send({**header, "key": key, "limit_s": _MAX_LIMITS * limit_s}, parts)
 
     def _answered(self, link: WorkerLink, frame: Frame) -> None:
         if link is not self._link:

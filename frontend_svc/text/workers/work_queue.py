@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from frontend_svc.text.tokenize.text_files import TextFiles
@@ -30,7 +30,6 @@ class Work:
     files: what it needs loaded.  account, weight: whose it is, and the weight of its share.
     began_at: when a worker began it, on the event loop's clock; 0 before, and while the worker loads `files`.
     queued_at, waited_s: when it was queued, and how long it was in the queue before it was taken.
-    on_loading: called when a worker that loads `files` for it has them.
     """
 
     files: TextFiles | None
@@ -48,7 +47,6 @@ class Work:
     cpu_s: float = math.inf  # what its process used for it, if it took more than `SLOW_S`
     expected_s: float = 0.0  # what its account was charged for it when it was taken
     expiry: asyncio.TimerHandle | None = None
-    on_loading: Callable[[], None] | None = None
 
     @property
     def is_long(self) -> bool:

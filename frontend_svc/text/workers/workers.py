@@ -13,7 +13,7 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -116,13 +116,12 @@ class TextWorkers:
     def num_queued(self) -> int:
         return len(self._queue)
 
-    async def load(self, files: TextFiles, on_loading: Callable[[], None] | None = None) -> str:
+    async def load(self, files: TextFiles) -> str:
         """Load `files` in a worker ahead of the first request; the others load them when they are idle.
 
-        on_loading: called when the worker has them, if it has not loaded them before.
         Returns their key. Raises InvalidArgument for files that cannot be read.
         """
-        await self._run(files, {"verb": "ready"}, b"", "tokenizer", on_loading)
+        await self._run(files, {"verb": "ready"}, b"", "tokenizer")
         return files.key
 
     async def encode(
@@ -238,13 +237,10 @@ class TextWorkers:
         header: Mapping[str, object],
         body: bytes,
         field: str,
-        on_loading: Callable[[], None] | None = None,
     ) -> Frame:
         answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         identity = current_identity()
-        work = Work(
-            files, header, body, field, answer, identity.account, identity.weight, on_loading=on_loading
-        )
+        work = Work(files, header, body, field, answer, identity.account, identity.weight)
         if self._is_closed:
             raise Unavailable("the frontend is stopping")
         if all(slot.is_failing for slot in self._slots):

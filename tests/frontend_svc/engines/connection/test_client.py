@@ -536,11 +536,11 @@ class CountingWorkers(TextWorkers):
         super().__init__(1, time_limit_s=60.0)
         self.gate, self.has_begun, self.num_loads = asyncio.Event(), asyncio.Event(), 0
 
-    async def load(self, files: TextFiles, on_loading: Callable[[], None] | None = None) -> str:
+    async def load(self, files: TextFiles) -> str:
         self.num_loads += 1
         self.has_begun.set()
         await self.gate.wait()
-        return await super().load(files, on_loading)
+        return await super().load(files)
 
 
 async def test_a_tokenizer_is_made_on_where_the_stream_that_wanted_it_is_lost() -> None:
