@@ -19,7 +19,8 @@ def test_decode_prompts_and_every_kernel_are_measured(monkeypatch):
     shape = replace(
         gpu.GPU_SHAPE,
         hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=500,
-        num_experts=4, num_chosen=2, expert_size=32, num_rows=(3,), context=20, prompt=8,
+        num_experts=4, num_chosen=2, expert_size=32, num_state_heads=2, state_size=8, num_rows=(3,),
+        context=20, prompt=8,
     )  # fmt: skip
     monkeypatch.setattr(gpu, "GPU_SHAPE", shape)
     monkeypatch.setattr(gpu, "llama_8b", tiny_llama)
