@@ -15,7 +15,7 @@ from tests.composition.table import ENTRIES, REFUSALS, as_markdown
 from triptych.api.v1 import generate_pb2
 from triptych_cli.services import embedded_model
 
-NUM_SEEDS = {"all": 2000, "test": 8, "chaos": 30}
+NUM_SEEDS = {"all": 2000, "test": 15, "chaos": 30}
 LEAST_EACH, LEAST_PAIR = 50, 5
 
 
