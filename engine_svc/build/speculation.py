@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,7 +115,15 @@ def _network_makers(
 ) -> dict[str, Callable[[Model, Checkpoint], DraftNetwork]]:
     """By method. None of them refers to the weights of `loaded`, which a reload replaces."""
     facts, ops = loaded.facts, loaded.ops
-    options = replace(options, device=loaded.device.type, model_impl="auto", quantization="", pooling=None)
+    options = LoadOptions(
+        dtype=options.dtype,
+        device=loaded.device.type,
+        num_threads=options.num_threads,
+        is_deterministic=options.is_deterministic,
+        cpu_isa=options.cpu_isa,
+        activations=options.activations,
+        packed_weights=options.packed_weights,
+    )
 
     def make_model(target: Model, checkpoint: Checkpoint) -> DraftNetwork:
         draft = load_model(folder, options, ops=ops)
