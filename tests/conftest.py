@@ -127,12 +127,12 @@ def prometheus_package() -> None:
     assert missing_packages(("prometheus",)) == [], "as root: apt-get install prometheus"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def modules_out_of_collections() -> None:
     """A collection that looks through all that is imported takes up to a second, and tests make hundreds."""
-    # An engine in this process, and what returns memory, end with an `unfreeze`.
-    if gc.get_freeze_count() == 0:
-        gc.freeze()
+    # Cheap, as it looks only at what the last file's tests made; unless these ended with an `unfreeze`.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
