@@ -44,5 +44,13 @@ def _test_modules() -> list[ModuleType]:
 
 
 def _shapes(test: object) -> set[str]:
+    """The shapes of a test that is parametrized by `shape`, alone or together with others."""
     marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
-    return {str(shape) for mark in marks if mark.args[0] == "shape" for shape in mark.args[1]}
+    shapes: set[str] = set()
+    for mark in marks:
+        names, values = mark.args[:2]
+        if names == "shape":
+            shapes.update(map(str, values))
+        elif "shape" in names:
+            shapes.update(str(value[names.index("shape")]) for value in values)
+    return shapes
