@@ -75,12 +75,16 @@ def importing() -> Iterator[None]:
 
     What they make stays. Visiting it again and again takes up to a quarter of the time of importing torch.
     """
+    was_enabled = gc.isenabled()
+    # `freeze` keeps garbage as well: in a user's process this may be the model of an engine that has ended.
+    gc.collect()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def prepare_service(role: Role) -> None:

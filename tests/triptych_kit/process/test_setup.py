@@ -1,18 +1,25 @@
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import weakref
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from tests.processes import running
-from triptych_kit.process.setup import importing_environment, process_environment, runtime_folder
+from triptych_kit.process.setup import (
+    importing,
+    importing_environment,
+    process_environment,
+    runtime_folder,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = ("GRPC_EXPERIMENTS", "GRPC_VERBOSITY", "GRPC_ENABLE_FORK_SUPPORT")
@@ -242,3 +249,31 @@ def test_a_session_leader_need_not_leave_its_group() -> None:
         command, cwd=ROOT, start_new_session=True, capture_output=True, text=True, check=True
     )
     assert done.stdout == "left\n"
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_imports_leave_the_garbage_collector_on_or_off(is_enabled: bool) -> None:
+    set_collector = gc.enable if is_enabled else gc.disable
+    set_collector()
+    try:
+        with importing(), importing():
+            assert not gc.isenabled()
+        assert gc.isenabled() is is_enabled
+        with pytest.raises(ImportError), importing():
+            raise ImportError
+        assert gc.isenabled() is is_enabled
+    finally:
+        gc.enable()
+
+
+class _Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_garbage_from_before_an_import_is_collected() -> None:
+    garbage = weakref.ref(_Cycle())
+    with importing():
+        pass
+    gc.collect()
+    assert garbage() is None
