@@ -27,7 +27,7 @@ from frontend_svc.text.tokenize.text_files import TextFiles
 from frontend_svc.text.tokenize.tokenizer import ModelTokenizer
 from frontend_svc.text.workers.workers import TextWorkers
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
-from triptych_kit.errors import ServiceError
+from triptych_kit.errors import ServiceError, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class ArtifactStore:
         self._preparing = asyncio.Lock()
         self._making: dict[str, asyncio.Future[ModelTokenizer]] = {}
         self._tokenizers: dict[str, ModelTokenizer] = {}
-        # Of workers that have not loaded what this process has; the set keeps them from being collected.
+        # Loads by text workers. An event loop alone does not keep a task alive.
         self._loading_ahead: set[asyncio.Future[str]] = set()
 
     async def prepare(self, stub: engine_pb2_grpc.EngineCoreServiceStub) -> None:
@@ -151,7 +151,9 @@ class ArtifactStore:
 
     def _note_loaded(self, loading: asyncio.Future[str]) -> None:
         self._loading_ahead.discard(loading)
-        if not loading.cancelled() and (error := loading.exception()) is not None:
+        error = None if loading.cancelled() else loading.exception()
+        # Where workers end or do not start, all that needs them is refused, and they log why.
+        if error is not None and not isinstance(error, Unavailable):
             logger.error("a text worker cannot load a tokenizer", extra={"error": str(error)})
 
     def _note_made(self, key: str, making: asyncio.Future[ModelTokenizer]) -> None:

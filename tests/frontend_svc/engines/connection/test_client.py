@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import cast
 
@@ -576,3 +577,13 @@ async def test_a_template_of_the_frontend_replaces_that_of_every_model() -> None
     conversation = {"messages": [{"role": "user", "content": "hi"}]}
     assert await first.tokenizer.render(conversation, max_chars=10) == "hi!"
     await workers.close()
+
+
+async def test_the_end_of_a_frontend_whose_worker_loads_a_tokenizer_is_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    workers = TextWorkers(1, time_limit_s=60.0)
+    await Rig(workers).model_of(0)
+    # The process of the worker has been started, no more.
+    await workers.close()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
