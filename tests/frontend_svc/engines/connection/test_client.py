@@ -6,16 +6,19 @@ import asyncio
 import hashlib
 import json
 import logging
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import cast
 
 import grpc
 import pytest
 
-from frontend_svc.engines.artifacts import MAX_FILES, ArtifactStore
+from frontend_svc.engines import artifacts
+from frontend_svc.engines.artifacts import MAX_FILES, ArtifactStore, parse_tokenizer
 from frontend_svc.engines.connection.client import EngineClient, EngineState, FrontendIdentity
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.tokenize.text_files import TextFiles
+from frontend_svc.text.tokenize.tokenizer import ModelTokenizer
 from frontend_svc.text.workers.workers import TextWorkers
 from tests.connections import until_connections, without_collections
 from tests.frontend_svc.fakes import (
@@ -530,32 +533,29 @@ async def test_engines_of_the_same_files_share_one_tokenizer(rig: Rig) -> None:
     assert (await rig.model_of(1)).tokenizer is not first.tokenizer
 
 
-class CountingWorkers(TextWorkers):
-    """Loads files once `gate` is open."""
+async def test_a_tokenizer_is_made_on_where_the_stream_that_wanted_it_is_lost(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, gate, num_made = asyncio.Event(), threading.Event(), 0
+    loop = asyncio.get_running_loop()
 
-    def __init__(self) -> None:
-        super().__init__(1, time_limit_s=60.0)
-        self.gate, self.has_begun, self.num_loads = asyncio.Event(), asyncio.Event(), 0
+    def parse(files: TextFiles, workers: TextWorkers) -> ModelTokenizer:
+        nonlocal num_made
+        num_made += 1
+        loop.call_soon_threadsafe(has_begun.set)
+        assert gate.wait(60.0)
+        return parse_tokenizer(files, workers)
 
-    async def load(self, files: TextFiles) -> str:
-        self.num_loads += 1
-        self.has_begun.set()
-        await self.gate.wait()
-        return await super().load(files)
-
-
-async def test_a_tokenizer_is_made_on_where_the_stream_that_wanted_it_is_lost() -> None:
-    workers = CountingWorkers()
-    rig = Rig(workers)
+    monkeypatch.setattr(artifacts, "parse_tokenizer", parse)
     first = asyncio.ensure_future(rig.model_of(0))
-    await workers.has_begun.wait()
+    await has_begun.wait()
     first.cancel()
     await asyncio.wait({first})
+    assert first.cancelled()
     second = asyncio.ensure_future(rig.model_of(0))
-    workers.gate.set()
+    gate.set()
     await second
-    assert workers.num_loads == 1
-    await workers.close()
+    assert num_made == 1
 
 
 async def test_the_tokenizer_used_longest_ago_is_forgotten_first(rig: Rig) -> None:
