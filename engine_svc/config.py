@@ -229,7 +229,7 @@ class CoreConfig(SecurityOptions):
     )
     enable_prefix_caching: bool = option(True, help="reuse the KV of equal prefixes")
     enable_common_prefix: bool = option(
-        True, help="attend to the blocks that all requests of a step begin with once for all of them"
+        True, help="read the leading KV blocks that all requests of a step share once for all of them"
     )
     enable_chunked_prefill: bool = option(True, help="let a long prompt be computed over several steps")
     long_prefill_token_threshold: int = option(

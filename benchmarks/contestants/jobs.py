@@ -22,7 +22,7 @@ class Job:
 
     json_schema: what every output is constrained to; it has to have room for so many tokens.
     given: the prompts, if they are not random ones of these lengths.
-    num_shared: with so many tokens every prompt begins, here and in other jobs with this number.
+    num_shared: leading tokens that all prompts share, also with other jobs of this number.
     temperature: 0, greedy, for contestants that do not read it.
     """
 

@@ -153,8 +153,8 @@ def _check_chunks(config: EngineConfig, stated: Mapping[str, Any]) -> None:
     chunk = stated.get("attention_chunk_size", _LLAMA4_CHUNK)
     if "chunked_attention" in kinds and type(chunk) is int and chunk % config.block_size:
         raise ConfigError(
-            f"--block-size is {config.block_size}, it must divide {chunk}: the model attends in chunks of so "
-            "many tokens"
+            f"--block-size is {config.block_size}, it must divide {chunk}: the model attends in chunks of "
+            "that length"
         )
 
 

@@ -287,7 +287,7 @@ class KVCache:
         return request.num_computed_tokens - num_kept_tokens, num_freed
 
     def num_common_blocks(self, requests: Sequence[Request]) -> list[int]:
-        """With how many blocks the tables of all these requests begin, by group; [] if with none.
+        """Number of leading blocks that the tables of all these requests share, by group; [] if none.
 
         0 for groups whose layers do not read all tokens: those of windows, chunks and states.
         """
@@ -431,7 +431,7 @@ class KVCache:
 
 
 def _num_common(tables: Sequence[list[int]]) -> int:
-    """With how many entries all the tables begin."""
+    """Number of leading entries that all the tables share."""
     for index, entries in enumerate(zip(*tables, strict=False)):
         if entries.count(entries[0]) < len(entries):
             return index

@@ -49,7 +49,7 @@ class StepPlan:
     draft_token_ids: list[list[int]] = field(default_factory=list)  # the last of the row's num_tokens
     samples: list[bool] = field(default_factory=list)  # False: a chunk that ends before the last known token
     preempted: list[str] = field(default_factory=list)  # in order of preemption, for logs and traces
-    # With so many blocks the tables of all rows begin, per group; 0 for groups that do not read all tokens.
+    # Leading blocks that the tables of all rows share, per group; 0 for groups that do not read all tokens.
     num_common_blocks: list[int] = field(default_factory=list)  # [] = none
     extras: Extras = field(default_factory=dict)  # from features' scheduler half to their runner half
 

@@ -1,4 +1,4 @@
-"""Counts the blocks that all rows of a plan share, for the runner. Knows no tokens and no budgets."""
+"""Counts the leading blocks that all rows of a plan share, for the runner. Knows no tokens and no budgets."""
 
 from __future__ import annotations
 

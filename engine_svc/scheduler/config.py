@@ -24,7 +24,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048  # token budget of a step
     max_num_seqs: int = 256  # running requests
     enable_chunked_prefill: bool = True  # False: a prompt enters whole, and no later request overtakes it
-    enable_common_prefix: bool = True  # plans say with how many blocks all their rows begin
+    enable_common_prefix: bool = True  # plans count the leading blocks that all their rows share
     long_prefill_token_threshold: int = 0  # tokens of one request in a step; 0 = no such limit
     reserve_full_prompt: bool = True  # admit only with room for all known tokens, not just for a chunk
     num_speculative_tokens: int = 0  # most drafts of a request in a step

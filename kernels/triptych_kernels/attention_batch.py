@@ -20,7 +20,7 @@ class AttentionBatch:
     total_lengths: [R] int32, tokens of the row with KV once this step's are written.
     max_query_length, max_total_length: at least the largest of the rows, known without waiting for the
     device.
-    num_common_blocks: with so many blocks the tables of all rows begin, so that attention without a window
+    num_common_blocks: leading blocks that the tables of all rows share, at most; attention without a window
     may read them once for all rows. Results do not depend on it.
     `derived` holds index tensors that an implementation shares between layers.
     """

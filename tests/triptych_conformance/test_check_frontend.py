@@ -37,7 +37,7 @@ async def test_our_frontend_keeps_every_rule(cases: list[str], monkeypatch: pyte
             port=0,
             engine=tuple(engines),
             text_workers=1,
-            # So long are suspects kept from the last engine.
+            # Suspects are kept from the last engine until this ends.
             reconnect_window_s=4.0,
         )
         # On a busy machine heartbeats are late.

@@ -79,7 +79,7 @@ _FAMILIES: Mapping[str, _Fields] = {
     "qwen3_next": _DELTA,
 }
 
-# Others that keep states, which they need not state by kinds of layers.
+# Other types with states, whose config.json may list no kinds of layers.
 _NOT_SERVED = frozenset(
     {
         "falcon_mamba", "jamba", "kimi_linear", "mamba", "minimax", "olmo_hybrid", "recurrent_gemma", "rwkv",

@@ -94,7 +94,7 @@ def size_kv_cache(
         if chunk % options.block_size:
             raise ValueError(
                 f"block_size is {options.block_size}, it must divide {chunk}: the model attends in chunks "
-                "of so many tokens"
+                "of that length"
             )
     size = bytes_per_block(facts, options.block_size)
     needed = _blocks_of(facts, options, max_model_len)

@@ -25,7 +25,7 @@ struct Call {
     const float* sinks;
     int64_t token_stride, head_stride, table_stride, num_table_columns;
     int64_t num_rows, num_tokens, num_heads, num_kv_heads, num_blocks, block_size, key_dim, value_dim, window;
-    int64_t num_common_blocks;  // with which the tables of all rows begin
+    int64_t num_common_blocks;  // leading blocks that the tables of all rows share
     bool is_bf16, with_amx;
     float scale, soft_cap;
     // Derived.

@@ -307,7 +307,7 @@ def test_rows_that_read_common_blocks_together_have_the_same_bits(ops, use_threa
     for num_threads in (1, 3):
         use_threads(num_threads)
         assert torch.equal(attend(ops, joined(case, 96)), alone)
-    # Less than what is shared may be said: a part of a tile, or of a block, is each row's own.
+    # The count may be lower than the true one: a part of a tile, or of a block, is each row's own.
     assert torch.equal(attend(ops, joined(case, 60)), alone)
 
 

@@ -231,7 +231,7 @@ class GgufModel:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file by its place on the disk and the time of its last change, whatever link leads there."""
+    """A file by its inode, size and times, by whatever link it was opened."""
 
     path: Path = field(compare=False)
     identity: tuple[int, ...]
@@ -248,7 +248,7 @@ class _File:
 def read_model(paths: Sequence[Path]) -> GgufModel:
     """The headers of a model's file, or of all of its shards in order. Raises CheckpointError.
 
-    Those of the model before are kept, until `forget_model`: a start asks for them several times.
+    Those of the last model are kept until `forget_model`, as a start reads them several times.
     """
     model = _read_model(tuple(_File.at(path) for path in paths))
     headers = (replace(header, path=path) for header, path in zip(model.headers, paths, strict=True))
@@ -256,7 +256,7 @@ def read_model(paths: Sequence[Path]) -> GgufModel:
 
 
 def forget_model() -> None:
-    """Give back the memory of the headers that are kept: those of large vocabularies have megabytes."""
+    """Release the headers that are kept: with a large vocabulary they take megabytes."""
     _read_model.cache_clear()
 
 

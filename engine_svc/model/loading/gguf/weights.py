@@ -93,7 +93,7 @@ def open_gguf(paths: Sequence[Path]) -> tuple[list[GgufFile], dict[str, GgufSour
         )
         for name, origin in origins.items()
     }
-    # A start has no more questions.
+    # A start reads them no more.
     forget_model()
     return [GgufFile(header, used) for header in model.headers], sources
 
