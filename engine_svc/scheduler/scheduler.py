@@ -24,7 +24,6 @@ from engine_svc.core.request import (
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.admission import refusal, segment_refusal
 from engine_svc.scheduler.budget import Budget, PipelineTurns, Restriction
-from engine_svc.scheduler.common_prefix import CommonPrefix
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from engine_svc.scheduler.feature import SchedulerFeature, overriding, verdict_of
 from engine_svc.scheduler.in_flight import PlannedSteps
@@ -79,7 +78,7 @@ class Scheduler:
             policy.prefill_budgets,
             [feature.budget for feature in features if feature.budget is not None],
         )
-        self._common_prefix = CommonPrefix(kv_cache)
+        self._common_prefix = _CommonPrefix(kv_cache)
         self._drafts = DraftCounter()
         self._draft_grants: DraftGrants | None = None
         if config.drafts_at_launch:
@@ -621,3 +620,23 @@ def _attach_extras(result: StepResult, rows: Sequence[Request], outputs: list[Re
                 output = by_id[request.request_id] = RequestOutput(request.request_id, [])
                 outputs.append(output)
             output.extras = (output.extras or {}) | {kind: extra}
+
+
+class _CommonPrefix:
+    """Counts the leading blocks that all rows of a plan share, where these are not the rows of the last plan.
+
+    While a request runs, the entries of its block tables that attention reads stay, and blocks that it gains
+    are its own.
+    """
+
+    def __init__(self, kv_cache: KVCache) -> None:
+        self._kv_cache = kv_cache
+        self._request_ids: list[str] = []
+        self._num_blocks: list[int] = []
+
+    def count(self, plan: StepPlan, rows: Sequence[Request]) -> list[int]:
+        """See StepPlan.num_common_blocks."""
+        if plan.admitted or plan.request_ids != self._request_ids:
+            self._request_ids = plan.request_ids
+            self._num_blocks = self._kv_cache.num_common_blocks(rows)
+        return self._num_blocks
