@@ -32,7 +32,7 @@ from benchmarks.checkpoint import CheckpointShape, make_checkpoint
 from benchmarks.contestants.jobs import Job
 from benchmarks.report import Report, Row, Value
 from benchmarks.rig.lines import LineProcess, module
-from benchmarks.scenarios.engine.contest import PROMPT_TOKENS, Contestant, cores_of, start_contestants
+from benchmarks.scenarios.engine.contest import Contestant, cores_of, start_contestants
 
 _MIXED_SHORTEST, _MIXED_LONGEST = 32, 2048
 _OWN_TOKENS = 32  # of a prompt after those that all have
@@ -58,7 +58,8 @@ _WARM_UP = Job([16, 16], 8, seed=1)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, action="append", help="checkpoint folder, or GGUF file")
-    parser.add_argument("--concurrency", default="1,8,32,64", help="requests at once, prompts of 128 tokens")
+    parser.add_argument("--concurrency", default="1,8,32,64", help="requests at once")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of their prompts")
     parser.add_argument(
         "--mixed", type=int, default=0, help="requests at once with prompts of 32 to 2,048 tokens"
     )
@@ -107,6 +108,7 @@ def run(options: argparse.Namespace) -> Report:
     settings: dict[str, Value] = {name: getattr(options, name) for name in ("dtype", "rounds", "cores")}
     settings |= {
         "reading_gb_per_s": bytes_per_s / 1e9,
+        "prompt_tokens": options.prompt,
         "output_tokens": options.tokens,
         "options": " ".join(options.option),
     }
@@ -121,7 +123,7 @@ def _num_bytes(model: Path) -> int:
 
 def _workloads(options: argparse.Namespace) -> list[tuple[str, Job]]:
     counts = [int(count) for count in options.concurrency.split(",") if count]
-    cells = [(f"{count}", Job([PROMPT_TOKENS] * count, options.tokens, seed=count)) for count in counts]
+    cells = [(f"{count}", Job([options.prompt] * count, options.tokens, seed=count)) for count in counts]
     if options.shared:
         length = options.shared + _OWN_TOKENS
         cells += [

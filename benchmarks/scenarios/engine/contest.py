@@ -16,7 +16,6 @@ from benchmarks.rig.lines import LineProcess
 
 _ROOT = Path(__file__).resolve().parents[3]
 _KV_GIB = 4
-PROMPT_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ def _peers(model: Path, options: argparse.Namespace) -> Iterator[Entry]:
             yield Entry("hf", command, {"OMP_NUM_THREADS": str(num_threads)})
         elif name == "llama.cpp":
             largest = max(int(count) for count in options.concurrency.split(","))
-            longest = max(PROMPT_TOKENS, options.prefill) + options.tokens
+            longest = max(options.prompt, options.prefill) + options.tokens
             # Without a file of its own it is given the same one.
             numbers = [str(number) for number in (largest, longest, num_threads)]
             yield Entry("llama.cpp", [python, "-m", module + "llama_cpp", file or str(folder), *numbers], {})
