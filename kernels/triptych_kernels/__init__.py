@@ -11,10 +11,13 @@ from triptych_kernels.cpu.panel_memory import own_panels
 from triptych_kernels.ops import (
     SUMS_VERSION,
     DenseLayer,
+    EncoderLayer,
     ExpertBiases,
     Experts,
+    FusedEncoder,
     FusedLayers,
     LayerLowRank,
+    LayerNorm,
     Linear,
     LowRank,
     LowRankMatrices,
@@ -29,11 +32,12 @@ from triptych_kernels.reference import REFERENCE, uniform_noise
 from triptych_kernels.state_batch import StateBatch
 
 __all__ = [
-    "LARGE_PAGE_BYTES", "REFERENCE", "SUMS_VERSION", "AttentionBatch", "DenseLayer", "ExpertBiases",
-    "Experts", "FusedLayers", "JoinedWeight", "LayerLowRank", "Linear", "LowRank", "LowRankMatrices", "Ops",
-    "PackGatedLinear", "PackLinear", "PackedParts", "Penalised", "QuantizedWeight", "StateBatch", "Weight",
-    "as_tensor", "join_rows", "ops_for", "own_panels", "populate", "prefer_large_pages",
-    "prefer_small_pages", "set_num_threads", "uniform_noise",
+    "LARGE_PAGE_BYTES", "REFERENCE", "SUMS_VERSION", "AttentionBatch", "DenseLayer", "EncoderLayer",
+    "ExpertBiases", "Experts", "FusedEncoder", "FusedLayers", "JoinedWeight", "LayerLowRank", "LayerNorm",
+    "Linear", "LowRank", "LowRankMatrices", "Ops", "PackGatedLinear", "PackLinear", "PackedParts",
+    "Penalised", "QuantizedWeight", "StateBatch", "Weight", "as_tensor", "join_rows", "ops_for",
+    "own_panels", "populate", "prefer_large_pages", "prefer_small_pages", "set_num_threads",
+    "uniform_noise",
 ]  # fmt: skip
 
 

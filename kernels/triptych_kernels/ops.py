@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -282,6 +282,41 @@ class FusedLayers(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """(x - mean) / sqrt(variance + eps) * weight + bias. weight, bias: [hidden]."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderLayer:
+    """A layer whose tokens see all others of their prompt, then a feed-forward network with GELU (by erf).
+
+    What each adds to its input is normed with it.
+    """
+
+    qkv: Linear  # queries, keys and values of all heads
+    out: Linear
+    attention_norm: LayerNorm
+    up: Linear
+    down: Linear
+    output_norm: LayerNorm
+
+
+class FusedEncoder(Protocol):
+    """All layers of an encoder as one op, but for their attention."""
+
+    def __call__(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """Hidden states [T, hidden].  x: [T, hidden], contiguous, written.
+
+        attend: of a layer's [T, 3 * heads * D], queries before keys before values, what its attention
+        gives: [T, heads * D], contiguous.
+        """
+
+
+@dataclass(frozen=True, slots=True)
 class Penalised:
     """P rows of a step with penalties. On the device of the logits, contiguous: else ValueError.
 
@@ -358,10 +393,12 @@ class Ops:
     fuse_layers: Callable[[Sequence[DenseLayer], Tensor], FusedLayers | None] = lambda layers, final_norm: (
         None
     )
+    # The same for an encoder, whose layers are only made if the device supports some.
+    fuse_encoder: Callable[[Iterable[EncoderLayer]], FusedEncoder | None] = lambda layers: None
 
 
 __all__ = [
-    "AttentionBatch", "DenseLayer", "ExpertBiases", "Experts", "FusedLayers", "LayerCache", "LayerLowRank",
-    "Linear", "LowRank", "LowRankMatrices", "MakeLowRank", "Ops", "PackExperts", "PackGatedLinear",
-    "PackLinear", "PackedParts", "Penalised", "StateBatch",
+    "AttentionBatch", "DenseLayer", "EncoderLayer", "ExpertBiases", "Experts", "FusedEncoder", "FusedLayers",
+    "LayerCache", "LayerLowRank", "LayerNorm", "Linear", "LowRank", "LowRankMatrices", "MakeLowRank", "Ops",
+    "PackExperts", "PackGatedLinear", "PackLinear", "PackedParts", "Penalised", "StateBatch",
 ]  # fmt: skip

@@ -29,6 +29,7 @@ from engine_svc.model.context import ForwardContext
 from engine_svc.model.errors import UnsupportedModel
 from engine_svc.model.facts import KVShape
 from engine_svc.model.pooler import Head, Pooler, make_pooler
+from engine_svc.model.transformers.encoder_layers import fuse_layers
 from engine_svc.model.transformers.packing import prepack_projections
 from triptych_kernels import AttentionBatch, Ops
 
@@ -129,6 +130,12 @@ class EncoderModel:
             parts.append(attended.transpose(1, 2).flatten(0, 1))
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
+    def attend_joined(self, qkv: Tensor) -> Tensor:
+        """[T, H D] of [T, 3 H D], queries before keys before values; each prompt attends to itself."""
+        num_heads: int = self.module.config.num_attention_heads
+        query, key, value = (part[None] for part in qkv.view(len(qkv), 3, num_heads, -1).permute(1, 2, 0, 3))
+        return self.attend(query, key, value, query.shape[-1] ** -0.5)[0].flatten(1)
+
     def _register(self) -> None:
         # The registration is never removed, so it must not keep the model's weights alive.
         owner = weakref.ref(self)
@@ -179,6 +186,7 @@ def make_encoder(
         classify=None if spec.head == "embed" else _classifier(module, spec.head),
     )
     model = EncoderModel(module, pooler)
+    fuse_layers(module.base_model, ops, model.attend_joined)
     sample = torch.zeros(1, dtype=torch.int64, device=device)
     context = ForwardContext((), [], [AttentionBatch.of(sample.new_empty(1, 0), [1], [1], 1)])
     with torch.inference_mode():

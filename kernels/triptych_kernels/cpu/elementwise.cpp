@@ -46,13 +46,27 @@ void for_kinds(bool rows_are_bf16, bool weights_are_fp32, const Body& body) {
     }
 }
 
+// The sum of a row: add_to(i, lanes, sum) adds the vector at i.
+template <class AddTo>
+float sum_of_row(int64_t width, const AddTo& add_to) {
+    Floats sums[4] = {zeros(), zeros(), zeros(), zeros()};
+    int64_t start = 0;
+    for (; start + 64 <= width; start += 64)
+        for (int k = 0; k < 4; ++k) add_to(start + 16 * k, AllLanes(), sums[k]);
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+        const int64_t i = start + 16 * k;
+        if (i < width) add_to(i, first_lanes(width - i), sums[k]);
+    }
+    return sum_of_lanes(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+}
+
 // out = x / sqrt(mean(x^2) + eps) * weight; with ADD, x + residual replaces x and is stored in residual first. out may
 // be x.
 template <class Kind, class Weights, bool ADD>
 void norm_row(
     const typename Kind::Element* x, typename Kind::Element* residual, const typename Weights::Element* weight,
     int64_t width, float eps, typename Kind::Element* out) {
-    Floats sums[4] = {zeros(), zeros(), zeros(), zeros()};
     const auto add_square = [&](int64_t i, auto lanes, Floats& sum) {
         Floats value = Kind::load(x + i, lanes);
         if (ADD) {
@@ -61,16 +75,7 @@ void norm_row(
         }
         sum = fmadd(value, value, sum);
     };
-    int64_t start = 0;
-    for (; start + 64 <= width; start += 64)
-        for (int k = 0; k < 4; ++k) add_square(start + 16 * k, AllLanes(), sums[k]);
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k) {
-        const int64_t i = start + 16 * k;
-        if (i < width) add_square(i, first_lanes(width - i), sums[k]);
-    }
-    const Floats sum = add(add(sums[0], sums[1]), add(sums[2], sums[3]));
-    const float mean = sum_of_lanes(sum) / static_cast<float>(width);
+    const float mean = sum_of_row(width, add_square) / static_cast<float>(width);
     const Floats scale = splat(1.0f / std::sqrt(mean + eps));
     for_vectors(width, [&](int64_t i, auto lanes) {
         const Floats value = Kind::load((ADD ? residual : x) + i, lanes);
@@ -126,6 +131,60 @@ Outcome run_norm_columns(const int64_t* n) {
     for_kinds(n[6] != 0, n[7] != 0, [&](auto kind, auto weights) {
         norm_columns<decltype(kind), decltype(weights)>(n);
     });
+    return {};
+}
+
+// residual = (sum - mean(sum)) / sqrt(variance(sum) + eps) * weight + bias, where sum is x + residual. width: whole
+// vectors.
+template <class Kind, class Weights>
+void add_layer_norm(const int64_t* n) {
+    using Element = typename Kind::Element;
+    using Weight = typename Weights::Element;
+    const int64_t num_rows = n[4], width = n[5];
+    const auto eps = static_cast<float>(fraction(n[8]));
+    const auto *weight = reinterpret_cast<const Weight*>(n[2]), *bias = reinterpret_cast<const Weight*>(n[3]);
+    for_rows(num_rows, width, [&](int64_t row) {
+        const Element* x = reinterpret_cast<const Element*>(n[0]) + row * width;
+        Element* out = reinterpret_cast<Element*>(n[1]) + row * width;
+        const float mean = sum_of_row(width, [&](int64_t i, auto, Floats& sum) {
+            const Floats value = Kind::rounded(add(Kind::load(out + i), Kind::load(x + i)));
+            Kind::store(out + i, value);
+            sum = add(sum, value);
+        }) / static_cast<float>(width);
+        const Floats center = splat(mean);
+        const float variance = sum_of_row(width, [&](int64_t i, auto, Floats& sum) {
+            const Floats distance = sub(Kind::load(out + i), center);
+            sum = fmadd(distance, distance, sum);
+        }) / static_cast<float>(width);
+        const Floats scale = splat(1.0f / std::sqrt(variance + eps));
+        for (int64_t i = 0; i < width; i += 16) {
+            const Floats normed = mul(sub(Kind::load(out + i), center), scale);
+            Kind::store(out + i, fmadd(normed, Weights::load(weight + i), Weights::load(bias + i)));
+        }
+    });
+}
+
+Outcome run_add_layer_norm(const int64_t* n) {
+    for_kinds(n[6] != 0, n[7] != 0, [&](auto kind, auto weights) {
+        add_layer_norm<decltype(kind), decltype(weights)>(n);
+    });
+    return {};
+}
+
+// x = gelu(x).
+template <class Kind>
+void gelu_rows(const int64_t* n) {
+    const int64_t num_rows = n[1], width = n[2];
+    for_rows(num_rows, width, [&](int64_t row) {
+        auto* x = reinterpret_cast<typename Kind::Element*>(n[0]) + row * width;
+        for_vectors(width, [&](int64_t i, auto lanes) {
+            Kind::store(x + i, lanes, gelu16(Kind::load(x + i, lanes)));
+        });
+    });
+}
+
+Outcome run_gelu_rows(const int64_t* n) {
+    n[3] ? gelu_rows<Bf16>(n) : gelu_rows<Fp32>(n);
     return {};
 }
 
@@ -411,6 +470,11 @@ constexpr Kernel kAddRows{
 constexpr Kernel kNormColumns{
     "norm_columns", nullptr, 8, 1, run_norm_columns, nullptr,
     "norm_columns(x, T, width, first, count, weight, is_bf16, weight_is_fp32, eps): norms some columns, in place."};
+constexpr Kernel kAddLayerNorm{
+    "add_layer_norm", nullptr, 8, 1, run_add_layer_norm, nullptr,
+    "add_layer_norm(x, residual, weight, bias, T, width, is_bf16, weight_is_fp32, eps): residual = norm(x + residual)."};
+constexpr Kernel kGeluRows{
+    "gelu_rows", nullptr, 4, 0, run_gelu_rows, nullptr, "gelu_rows(x, T, width, is_bf16): x = gelu(x)."};
 constexpr Kernel kKvWrite{
     "kv_write", nullptr, 15, 0, run_kv_write, nullptr,
     "kv_write(addresses, strides and sizes in bytes): see elementwise.py."};
@@ -431,15 +495,17 @@ PyMethodDef TRIPTYCH_METHODS(elementwise)[] = {
     TRIPTYCH_KERNEL_METHOD(kScaleRows),
     TRIPTYCH_KERNEL_METHOD(kAddRows),
     TRIPTYCH_KERNEL_METHOD(kNormColumns),
+    TRIPTYCH_KERNEL_METHOD(kAddLayerNorm),
+    TRIPTYCH_KERNEL_METHOD(kGeluRows),
     TRIPTYCH_KERNEL_METHOD(kKvWrite),
     TRIPTYCH_KERNEL_METHOD(kRotaryKvWrite),
     TRIPTYCH_KERNEL_METHOD(kGreedy),
     TRIPTYCH_KERNEL_METHOD(kTakeRows),
     {nullptr, nullptr, 0, nullptr}};
 const triptych::Kernel* const TRIPTYCH_KERNELS_OF(elementwise)[] = {
-    &triptych::kRmsNorm,     &triptych::kGateAndMul, &triptych::kScaleRows,     &triptych::kAddRows,
-    &triptych::kNormColumns, &triptych::kKvWrite,    &triptych::kRotaryKvWrite, &triptych::kGreedy,
-    &triptych::kTakeRows,    nullptr};
+    &triptych::kRmsNorm,     &triptych::kGateAndMul,   &triptych::kScaleRows, &triptych::kAddRows,
+    &triptych::kNormColumns, &triptych::kAddLayerNorm, &triptych::kGeluRows,  &triptych::kKvWrite,
+    &triptych::kRotaryKvWrite, &triptych::kGreedy,     &triptych::kTakeRows,  nullptr};
 
 #else
 

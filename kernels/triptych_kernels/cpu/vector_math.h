@@ -88,6 +88,21 @@ TRIPTYCH_INLINE Floats gelu_exponent(Floats x) {
     return where_at_least(t, splat(-60.0f), t, splat(-200.0f));
 }
 
+// x times the standard normal distribution up to x, with an error of at most 3e-7, relative above 1; NaN stays NaN.
+// Source: Abramowitz and Stegun 1964, 7.1.26, for the part beyond |x|.
+TRIPTYCH_INLINE Floats gelu16(Floats x) {
+    const Floats one = splat(1.0f), size = mul(absolute(x), splat(0.70710678f));
+    const Floats t = div(one, fmadd(size, splat(0.3275911f), one));
+    Floats y = fmadd(t, splat(1.061405429f), splat(-1.453152027f));
+    y = fmadd(y, t, splat(1.421413741f));
+    y = fmadd(y, t, splat(-0.284496736f));
+    y = fmadd(y, t, splat(0.254829592f));
+    const Floats beyond = mul(mul(mul(y, t), splat(0.5f)), exp16(sub(zeros(), mul(size, size))));
+    // Infinity times nothing would not be a number.
+    const Floats part = mul(min(splat(100.0f), x), beyond);
+    return where_at_least(x, zeros(), sub(x, part), part);
+}
+
 // Instead of a mask: all sixteen lanes. A masked store is slow to read back; a loop over whole vectors needs none.
 struct AllLanes {};
 

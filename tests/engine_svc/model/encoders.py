@@ -34,7 +34,9 @@ _OTHERS = {
 }
 
 
-def save_encoder(folder: Path, family: str, head: str = "embed", *, num_labels: int = 3) -> PreTrainedModel:
+def save_encoder(
+    folder: Path, family: str, head: str = "embed", *, num_labels: int = 3, activation: str = "gelu"
+) -> PreTrainedModel:
     """Write a checkpoint; returns its model, whose weights are wide enough that tokens matter."""
     is_roberta = family.endswith("roberta")
     options: dict[str, Any] = {
@@ -43,6 +45,7 @@ def save_encoder(folder: Path, family: str, head: str = "embed", *, num_labels: 
         "pad_token_id": int(is_roberta),
         "num_labels": num_labels,
         "initializer_range": 0.3,
+        "activation" if family == "distilbert" else "hidden_act": activation,
         **(_DISTILBERT if family == "distilbert" else _OTHERS),
     }
     config = CONFIG_MAPPING[family](**options)

@@ -16,7 +16,7 @@ _MIN_SHAPES = 3
 _FACTS = {"name", "is_batch_invariant", "needs_clean_blocks", "activations"}
 # Other ops in a row, for which a recorded step needs no call; rows of weights of codes, which a GPU has not;
 # what files keep of weights that take long to pack.
-_OF_A_CPU = {"fuse_layers", "look_up", "put_together", "take_apart"}
+_OF_A_CPU = {"fuse_encoder", "fuse_layers", "look_up", "put_together", "take_apart"}
 # The reference's own: it keeps matrices as they are.
 _OF_THE_REFERENCE = {"pack_low_rank"}
 OPS = sorted(
