@@ -149,13 +149,23 @@ def _check_chunks(config: EngineConfig, stated: Mapping[str, Any]) -> None:
     """Raise ConfigError if the chunks that tokens of a Llama 4 attend within are no whole blocks."""
     if stated.get("model_type") not in ("llama4", "llama4_text"):
         return
-    kinds = stated.get("layer_types") or ["chunked_attention"]
     chunk = stated.get("attention_chunk_size", _LLAMA4_CHUNK)
-    if "chunked_attention" in kinds and type(chunk) is int and chunk % config.block_size:
+    if _has_chunks(stated) and type(chunk) is int and chunk % config.block_size:
         raise ConfigError(
             f"--block-size is {config.block_size}, it must divide {chunk}: the model attends in chunks of "
             "that length"
         )
+
+
+def _has_chunks(stated: Mapping[str, Any]) -> bool:
+    """Whether a layer of a Llama 4 attends in chunks; where no kinds are stated, those with rope do."""
+    kinds, has_rope = stated.get("layer_types"), stated.get("no_rope_layers")
+    if kinds:
+        return "chunked_attention" in kinds
+    if isinstance(has_rope, list) and has_rope:
+        # Despite its name, it has a 1 for each layer with rope.
+        return any(has_rope)
+    return stated.get("no_rope_layer_interval") != 1
 
 
 def _check_states(config: EngineConfig, state_bytes: int) -> None:

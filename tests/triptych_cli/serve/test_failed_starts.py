@@ -458,6 +458,10 @@ FAILED_STARTS: dict[str, tuple[Arrange, tuple[str, ...]]] = {
         llama4({"attention_chunk_size": 24, "layer_types": ["chunked_attention", "full_attention"] * 2}),
         ("--block-size is 16, it must divide 24: the model attends in chunks",),
     ),
+    "chunks of layers with rope": (
+        llama4({"attention_chunk_size": 24, "no_rope_layers": [0, 0, 1, 0]}),
+        ("--block-size is 16, it must divide 24: the model attends in chunks",),
+    ),
     "encoder-decoder": (stating({"is_encoder_decoder": True}), ("is an encoder-decoder",)),
     "prefill-first": (
         flags("--scheduling-policy=prefill-first", "--no-enable-chunked-prefill"),
@@ -753,6 +757,12 @@ def test_a_length_is_refused_beyond_what_the_config_states(
     check_start(EngineConfig(str(tmp_path), max_model_len=limit, device="cpu"))
     with pytest.raises(ValueError, match=f"--max-model-len is {limit + 1}, the model takes {limit}$"):
         check_start(EngineConfig(str(tmp_path), max_model_len=limit + 1, device="cpu"))
+
+
+@pytest.mark.parametrize("config", [{"no_rope_layers": [0] * 4}, {"no_rope_layer_interval": 1}])
+def test_chunks_count_only_where_a_layer_attends_in_them(tmp_path: Path, config: dict[str, Any]) -> None:
+    (folder,) = llama4({"attention_chunk_size": 24, **config})(tmp_path)
+    check_start(EngineConfig(folder, device="cpu"))
 
 
 def test_each_engine_on_a_cpu_needs_room_for_the_weights(
