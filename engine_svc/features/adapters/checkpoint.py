@@ -24,6 +24,8 @@ CONFIG_NAME = "adapter_config.json"
 _WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _BODY = "model."  # before the names of a decoder's modules, but for the head's
+# The same where the decoder is the text part of a model.
+_TEXT_PART = re.compile(r"^(model\.language_model|language_model\.model)\.")
 _MAX_BYTES = 4 << 30
 # By dtype of the file: an integer of the same size, and the bits of the exponent, all set if not finite.
 _FINITE: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
@@ -62,7 +64,7 @@ _PARTS = {
 class AdapterWeight:
     """The addition to the weight of one module: scale * up down, [outputs, rank] and [rank, inputs].
 
-    module: its name in the whole model.
+    module: see `decoder_name`.
     """
 
     module: str
@@ -94,14 +96,25 @@ class AdapterFiles:
         return self.folder / _WEIGHTS_NAME
 
 
+def decoder_name(module: str) -> str:
+    """The name of a model's module where the model is a decoder with its head alone.
+
+    A checkpoint of text and images has its decoder under another name, but adapters may have been trained on
+    a class that has the decoder alone.
+    """
+    return _TEXT_PART.sub(_BODY, module)
+
+
 def module_shapes(model: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights of a model's modules, by their names in the whole model. CheckpointError."""
+    """Shapes of the weights of a model's modules, by `decoder_name`. Raises CheckpointError."""
     entries = [entry for header in read_headers(model) for entry in header.entries]
     sources = weight_sources(model, read_json_object(model / "config.json"), entries)
     weights = {entry.name: entry.shape for entry in entries}
     weights |= {name: source.shape for name, source in sources.items()}
     shapes = {
-        name.removesuffix(".weight"): shape for name, shape in weights.items() if name.endswith(".weight")
+        decoder_name(name.removesuffix(".weight")): shape
+        for name, shape in weights.items()
+        if name.endswith(".weight")
     }
     # A decoder that was saved without its head.
     if "embed_tokens" in shapes:
@@ -236,8 +249,9 @@ def _weight(
             f"{path.parent.name} has additions to {module}: those to experts are not served"
         )
     # PEFT names the modules of what was trained, which may have been the model without its head.
-    name = module if module in shapes else _BODY + module
-    if name not in shapes:
+    names = decoder_name(module), decoder_name(_BODY + module)
+    name = next((each for each in names if each in shapes), None)
+    if name is None:
         raise CheckpointError(f"{path.parent.name} has additions to {module}, the model has no such module")
     if parts.keys() != {"down", "up"}:
         present = "".join(entry.name for entry in parts.values())

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine_svc.core.errors import RequestFailed
 from engine_svc.features.adapters.checkpoint import (
     AdapterFiles,
+    decoder_name,
     describe_adapter,
     digest_of,
     read_content,
@@ -166,7 +167,7 @@ def load_adapter(
 ) -> LoadedAdapter:
     """Read an adapter's checked files and lay its matrices out. RequestFailed where they have changed.
 
-    shapes: of the model's modules.  is_whole: this rank has a part of every module, not of one stage alone.
+    shapes: see `module_shapes`.  is_whole: this rank has a part of every module, not of one stage alone.
     """
     try:
         files = describe_adapter(Path(use.folder), shapes, max_rank)
@@ -176,8 +177,9 @@ def load_adapter(
         raise _changed(use, f": {error}") from error
     if digest != use.digest:
         raise _changed(use)
-    layers = {_layer_of(name) for name in targets.by_name}
-    others = [weight.module for weight in files.weights if weight.module not in targets.by_name]
+    by_name = {decoder_name(name): found for name, found in targets.by_name.items()}
+    layers = {_layer_of(name) for name in by_name}
+    others = [weight.module for weight in files.weights if weight.module not in by_name]
     # A stage knows the modules of its own layers alone.
     missing = [module for module in others if is_whole or _layer_of(module) in layers]
     if missing:
@@ -189,7 +191,7 @@ def load_adapter(
     matrices: list[list[Any] | None] = [None for _ in targets.additions]
     for weight in files.weights:
         down, up = (_tensor(content, files, entry).to(dtype) for entry in (weight.down, weight.up))
-        for target in targets.by_name.get(weight.module, ()):
+        for target in by_name.get(weight.module, ()):
             parts = matrices[target.projection] or [None] * targets.num_parts[target.projection]
             matrices[target.projection] = parts
             parts[target.index] = target.pack(

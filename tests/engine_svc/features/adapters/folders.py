@@ -86,6 +86,33 @@ def write_merged(folder: Path, model: Path, adapter: Path) -> Path:
     return folder
 
 
+def make_text_part(model: Path) -> None:
+    """Have the checkpoint of a decoder be one of a model of text and images, whose text part it is."""
+    path = model / "config.json"
+    config = json.loads(path.read_text())
+    whole = {
+        "model_type": config["model_type"].removesuffix("_text"),
+        "text_config": config,
+        "tie_word_embeddings": config["tie_word_embeddings"],
+    }
+    path.write_text(json.dumps(whole))
+    tensors = {
+        re.sub(r"^model\.", "model.language_model.", name): tensor
+        for name, tensor in weights_of(model).items()
+    }
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def rename_modules(adapter: Path, first: str, new: str) -> None:
+    """Change what the names of an adapter's modules begin with."""
+    path = adapter / "adapter_model.safetensors"
+    tensors = {
+        re.sub(rf"^(base_model\.model\.){re.escape(first)}", rf"\1{new}", name): tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path)
+
+
 def _stated(pattern: dict[str, Any] | None, module: str, default: Any) -> Any:
     return next((value for key, value in (pattern or {}).items() if module.endswith(key)), default)
 

@@ -17,7 +17,13 @@ from engine_svc.features.adapters.checkpoint import (
     module_shapes,
 )
 from engine_svc.model.errors import CheckpointError
-from tests.engine_svc.features.adapters.folders import MLP_AND_ATTENTION, write_adapter, write_model
+from tests.engine_svc.features.adapters.folders import (
+    MLP_AND_ATTENTION,
+    make_text_part,
+    rename_modules,
+    write_adapter,
+    write_model,
+)
 
 WEIGHTS = "adapter_model.safetensors"
 Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -61,13 +67,18 @@ def test_scales_follow_rank_alpha_and_patterns(model, tmp_path):
         read(plain, model)
 
 
-def test_an_adapter_of_the_model_without_its_head_has_the_modules_of_the_model(model, tmp_path):
+@pytest.mark.parametrize("trained", ["", "model.language_model.", "language_model.model.", "language_model."])
+@pytest.mark.parametrize("is_text_part", [False, True])
+def test_the_modules_of_a_decoder_are_found_by_their_names_in_each_class(tmp_path, trained, is_text_part):
+    model = write_model("llama", tmp_path / "model")
     folder = write_adapter(tmp_path / "a", model, seed=1)
+    if is_text_part:
+        make_text_part(model)
     modules = [weight.module for weight in weights_of(folder, model)]
-    tensors = load_file(folder / WEIGHTS)
-    short = {name.replace("model.model.", "model.", 1): tensor for name, tensor in tensors.items()}
-    assert short.keys().isdisjoint(tensors)
-    save_file(short, folder / WEIGHTS)
+    assert len(modules) == 2 * len(MLP_AND_ATTENTION)
+    before = load_file(folder / WEIGHTS).keys()
+    rename_modules(folder, "model.", trained)
+    assert load_file(folder / WEIGHTS).keys().isdisjoint(before)
     assert [weight.module for weight in weights_of(folder, model)] == modules
 
 

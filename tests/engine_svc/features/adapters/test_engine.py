@@ -22,6 +22,8 @@ from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.loop.mailbox import Add, Call, Stop
 from tests.engine_svc.features.adapters.folders import (
     MLP_AND_ATTENTION,
+    make_text_part,
+    rename_modules,
     write_adapter,
     write_merged,
     write_model,
@@ -102,6 +104,7 @@ def answers_of(model: Path, prompts: list[list[int]], **options: Any) -> list[li
         return rig.answers([(prompt, "") for prompt in prompts])
 
 
+DELTA_RULE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 CASES = {
     "llama": ("llama", "native", MLP_AND_ATTENTION, {}),
     "llama in transformers": ("llama", "transformers", MLP_AND_ATTENTION, {}),
@@ -112,6 +115,11 @@ CASES = {
     "olmo3": ("olmo3", "native", MLP_AND_ATTENTION, {}),
     "phi3 joined": ("phi3", "native", ("qkv_proj", "gate_up_proj", "o_proj"), {}),
     "qwen3_moe attention": ("qwen3_moe", "native", ("q_proj", "k_proj", "o_proj"), {}),
+    "qwen3_5": ("qwen3_5", "native", (*MLP_AND_ATTENTION, *DELTA_RULE), {}),
+    "granitemoehybrid": (
+        "granitemoehybrid", "native", ("q_proj", "v_proj", "in_proj", "out_proj", "input_linear"), {},
+    ),
+    "qwen3_next": ("qwen3_next", "transformers", ("q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"), {}),
     "gpt2": ("gpt2", "transformers", ("c_attn", "c_fc"), {"fan_in_fan_out": True}),
     "patterns": (
         "llama", "native", MLP_AND_ATTENTION,
@@ -145,6 +153,23 @@ def test_a_batch_mixes_adapters_and_the_model(tmp_path, case):
             assert rig.answers([(PROMPTS[2], name)]) == [wanted[name][2]]
     tokens = {token for answers in wanted.values() for answer in answers for token in answer}
     assert len(tokens) >= 20 or VOCAB_SIZE < 40
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_adapters_of_a_text_part_name_its_modules_as_either_class_does(tmp_path, model_impl):
+    model = write_model("qwen3_5", tmp_path / "model")
+    modules = ("q_proj", "in_proj_qkv", "down_proj")
+    adapters = [write_adapter(tmp_path / name, model, seed=ord(name), modules=modules) for name in "ab"]
+    wanted = {
+        adapter.name: answers_of(write_merged(tmp_path / f"merged {adapter.name}", model, adapter), PROMPTS)
+        for adapter in adapters
+    }
+    make_text_part(model)
+    rename_modules(adapters[1], "model.", "model.language_model.")
+    flags = tuple(f"{adapter.name}={adapter}" for adapter in adapters)
+    with engine(model, enable_lora=True, lora_modules=flags, model_impl=model_impl) as rig:
+        for name, answers in wanted.items():
+            assert rig.answers([(prompt, name) for prompt in PROMPTS]) == answers
 
 
 DIVIDED = {
