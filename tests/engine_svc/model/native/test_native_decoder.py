@@ -481,6 +481,32 @@ def test_quantization_of_experts_is_refused_and_not_left_out(tmp_path):
         load_model(tmp_path, LoadOptions(num_threads=1, quantization="int8"))
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"), [("qwen3_5", {}), ("granitemoehybrid", {"num_local_experts": 0})]
+)
+def test_int8_at_load_rounds_the_projections_of_layers_with_states_too(family, changes, tmp_path):
+    make_checkpoint(family, tmp_path, **changes)
+    full = load_model(tmp_path, NATIVE)
+    if not full.ops.is_batch_invariant:
+        pytest.skip("this machine has no native kernels")
+    quantized = load_model(tmp_path, replace(NATIVE, quantization="int8"))
+
+    def round_rows(weights: dict[str, torch.Tensor]) -> None:
+        for name, weight in weights.items():
+            if ".layers." in name and weight.ndim == 2:
+                scales = weight.abs().amax(dim=1, keepdim=True) / 127
+                weights[name] = (weight / scales).round() * scales
+
+    change_weights(tmp_path, round_rows)
+    rounded = load_model(tmp_path, NATIVE)
+    token_ids = some_tokens()
+    expected, found, exact = (
+        logits_in_chunks(model, token_ids, [38, 39, NUM_TOKENS]) for model in (rounded, quantized, full)
+    )
+    assert (found - expected).abs().max() < 1e-3
+    assert (exact - expected).abs().max() > 1e-2
+
+
 def test_a_context_that_yarn_extends_counts_whole(tmp_path):
     make_checkpoint("llama", tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
