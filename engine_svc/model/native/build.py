@@ -411,7 +411,7 @@ class DecoderBuilder:
             dt_bias=self._numbers(prefix + "dt_bias", *numbers),
             dt_limit=scan.dt_limit,
             norm=norm,
-            unit=norm.new_ones(values[0] // scan.num_groups),
+            unit=norm.new_ones(values[0] // scan.num_groups, dtype=torch.float32),
             norm_spans_ranks=scan.num_groups < ranks,
             eps=self.spec.eps,
         )

@@ -126,7 +126,7 @@ class StateScan(Recurrence):
     dt_bias: Tensor
     dt_limit: tuple[float, float]
     norm: Tensor  # [num_heads * head_dim]
-    unit: Tensor  # ones, as many as a group's heads have values: groups are normed before they are weighed
+    unit: Tensor  # fp32 ones, one for each value of a group: groups are normed before they are weighed
     norm_spans_ranks: bool  # a group's heads are on several
     eps: float
 
@@ -155,10 +155,11 @@ class StateScan(Recurrence):
         ).flatten(1)
         if rows is not None:
             y, gate = y[rows], gate[rows]
-        return self._normed(self.ops.silu_and_mul(torch.cat([gate, y], dim=1)))
+        # As in transformers, rounded once, behind the norm.
+        return self._normed(self.ops.silu_and_mul(torch.cat([gate.float(), y], dim=1))).to(x.dtype)
 
     def _normed(self, x: Tensor) -> Tensor:
-        """x: [T, num_heads * head_dim]. Returns the same shape."""
+        """x: [T, num_heads * head_dim] fp32. Returns the same shape."""
         width = x.shape[1]
         if self.norm_spans_ranks:
             x = self.parallel.all_gather(x)

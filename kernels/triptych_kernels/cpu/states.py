@@ -79,12 +79,14 @@ def ssd_scan(
             f"states {tuple(states.shape)} do not fit x {tuple(x.shape)}, B {tuple(B.shape)},"
             f" C {tuple(C.shape)}"
         )
-    out = torch.empty(x.shape, dtype=x.dtype)
+    # The kernel's result has the dtype of its inputs; to widen them is little beside the states.
+    x, dt, B, C = (tensor.float() for tensor in (x, dt, B, C))
+    out = torch.empty(x.shape, dtype=_FP32)
     isa.native.ssd_scan(
         x.data_ptr(), dt.data_ptr(), B.data_ptr(), C.data_ptr(), states.data_ptr(), out.data_ptr(),
         A.data_ptr(), 0 if D is None else D.data_ptr(), dt_bias.data_ptr(),
         x.stride(0), x.stride(1), dt.stride(0), B.stride(0), B.stride(1), C.stride(0), C.stride(1),
-        num_tokens, num_heads, num_groups, size, head_dim, x.dtype is _BF16,
+        num_tokens, num_heads, num_groups, size, head_dim, False,
         *_numbers(batch, num_tokens), len(states), *dt_limit,
     )  # fmt: skip
     return out

@@ -30,12 +30,12 @@ def ssd_scan(
     dt here is softplus(dt + dt_bias), within dt_limit.
     x: [T, H, P], dt: [T, H], B and C: [T, G, N], of one dtype, the last dimension contiguous; head h reads
     group h // (H / G).  A, D, dt_bias: [H] fp32.  states: [slots, H, N, P] fp32, contiguous, written.
-    Returns [T, H, P] in x's dtype; what tokens without a row get is not defined.
+    Returns [T, H, P] fp32, which a norm reads; what tokens without a row get is not defined.
     Source: Dao and Gu 2024, Transformers are SSMs, section 2 and listing 1.
     """
     share = x.shape[1] // B.shape[1]
     steps = F.softplus(dt.float() + dt_bias).clamp(*dt_limit)
-    out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
 
     def advance(token: int, state: Tensor) -> Tensor:
         keys, queries = (matrix[token].float().repeat_interleave(share, 0) for matrix in (B, C))

@@ -107,7 +107,7 @@ def _ssd_recurrent_kernel(
         if HAS_SKIP:
             y += tl.load(skips_ptr + head) * x
         out_start = out_ptr + (at * NUM_HEADS + head) * HEAD_DIM + p
-        tl.store(out_start, y.to(out_ptr.dtype.element_ty), mask=is_p)
+        tl.store(out_start, y, mask=is_p)
         slot = tl.load(write_slots_ptr + token).to(tl.int64)
         tl.store(own + slot * slot_size, state, mask=is_state & (slot >= 0))
 
@@ -189,7 +189,7 @@ def _ssd_chunked_kernel(
         if HAS_SKIP:
             y += tl.load(skips_ptr + head) * x
         out_start = out_ptr + (at[:, None] * NUM_HEADS + head) * HEAD_DIM + p[None, :]
-        tl.store(out_start, y.to(dtype), mask=is_x)
+        tl.store(out_start, y, mask=is_x)
         aged = (key.to(tl.float32) * tl.exp(whole - decay)[:, None]).to(dtype)
         state = state * tl.exp(whole) + tl.dot(tl.trans(aged), change, input_precision="ieee")
         tl.store(own + slot.to(tl.int64) * slot_size, state, mask=is_state & (slot >= 0))
@@ -217,7 +217,7 @@ def ssd_scan(
     group h // (H / G).  A, D, dt_bias: [H] fp32.  states: [slots, H, N, P] fp32, contiguous, written.
     chunked: prompts by products of chunks, in the inputs' dtype. Without it a token has the same bits
     however its row is cut.
-    Returns [T, H, P] in x's dtype; tokens that belong to no row are left unwritten.
+    Returns [T, H, P] fp32; tokens that belong to no row are left unwritten.
     """
     (_, num_heads, head_dim), (_, num_groups, size) = x.shape, B.shape
     if num_heads % num_groups or C.shape != B.shape or states.shape[1:] != (num_heads, size, head_dim):
@@ -227,7 +227,7 @@ def ssd_scan(
         )
     if any(tensor.stride(-1) != 1 for tensor in (x, dt, B, C)) or not states.is_contiguous():
         raise ValueError("states, and the last dimension of x, dt, B and C, must be contiguous")
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if out.numel() == 0 or batch.num_rows == 0:
         return out
     block = min(_COLUMNS_PER_PROGRAM, max(_MIN_DOT, triton.next_power_of_2(head_dim)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_every_shape_matches_the_reference(ops, op, shape, dtype):
     states, batch = mixed_step(case)
     output = case.run(ops, states, batch)
     twin, twin_states = expected(op, shape, dtype)
-    assert output.dtype is dtype
+    assert output.dtype is (torch.float32 if op == "ssd_scan" else dtype)
     torch.testing.assert_close(output, twin, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     torch.testing.assert_close(states, twin_states, rtol=2e-5, atol=2e-5, equal_nan=True)
 
@@ -79,6 +80,15 @@ def test_a_token_has_the_same_bits_alone_and_in_chunks_of_every_size(ops, op, sh
         parts, last = in_chunks(ops, case, size)
         assert torch.equal(parts, output), size
         assert torch.equal(last, state), size
+
+
+@pytest.mark.parametrize("shape", SHAPES["ssd_scan"], ids=str)
+def test_what_a_scan_of_bf16_finds_is_not_rounded(ops, shape):
+    case = state_case("ssd_scan", shape, NUM_MIXED, torch.bfloat16)
+    wide = replace(case, tokens=tuple(x.float() for x in case.tokens))
+    (states, batch), (wide_states, _) = mixed_step(case), mixed_step(case)
+    assert torch.equal(case.run(ops, states, batch), wide.run(ops, wide_states, batch))
+    torch.testing.assert_close(states, wide_states, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

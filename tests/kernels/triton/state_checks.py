@@ -39,7 +39,7 @@ def assert_equals_the_reference(
     states, batch = mixed_step(case, device)
     twin_states = states.clone()
     output = case.run(table(op, name), states, batch)
-    assert output.dtype is dtype
+    assert output.dtype is (torch.float32 if name == "ssd_scan" else dtype)
     wide = dataclasses.replace(case, tokens=tuple(x.float() for x in case.tokens))
     twin = wide.run(REFERENCE, twin_states, batch)
     torch.testing.assert_close(output.float(), twin, rtol=tolerance, atol=tolerance)
