@@ -237,6 +237,7 @@ def _graphs(
         block_size=config.block_size,
         device=kv.device,
         record=CudaRecorder(),
+        state_layers=kv.states.layers,
     )
 
 

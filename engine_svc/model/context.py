@@ -76,10 +76,9 @@ class ForwardContext:
 
     @property
     def can_be_recorded(self) -> bool:
-        """Whether the step reads ids and writes logits alone, as recorded steps do."""
+        """Whether the step reads ids and writes logits alone, beside caches, as recorded steps do."""
         return (
-            self.states is None
-            and self.embedded is None
+            self.embedded is None
             and self.hidden is None
             and self.last is None
             and self.low_rank_slots is None

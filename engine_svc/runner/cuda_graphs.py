@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine_svc.model.context import ForwardContext, LayerCache
 from engine_svc.runner.input_batch import StepInputs
-from triptych_kernels import AttentionBatch
+from triptych_kernels import AttentionBatch, StateBatch
 
 # Records what a function does on the device; the result repeats it.
 Record = Callable[[Callable[[], None]], Callable[[], None]]
@@ -35,7 +35,7 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 class DecodeGraphs:
     """One recorded forward per size; a batch is padded to the next size.
 
-    Padding rows have one token, at position 0 of the placeholder block, and store nothing.
+    Padding rows have one token, at position 0 of the placeholder block; they read no state and store nothing.
     """
 
     def __init__(
@@ -50,9 +50,11 @@ class DecodeGraphs:
         block_size: int,
         device: torch.device,
         record: Record,
+        state_layers: Sequence[tuple[Tensor, ...]] = (),
     ) -> None:
+        """state_layers: see ForwardContext."""
         largest = max(sizes)
-        self._model, self._layers = model, layers
+        self._model, self._layers, self._state_layers = model, layers, state_layers
         self._sizes = sorted(sizes)
         self._block_size, self._max_model_len = block_size, max_model_len
         num_columns = -(-(max_model_len + 2) // block_size)
@@ -64,6 +66,8 @@ class DecodeGraphs:
         self._slots = [zeros(largest).fill_(-1) for _ in range(num_groups)]
         self._tables = [zeros(largest, num_columns, dtype=torch.int32) for _ in range(num_groups)]
         self._totals = zeros(largest, dtype=torch.int32).fill_(1)
+        self._read_slots = zeros(largest, dtype=torch.int32).fill_(-1)
+        self._write_slots = self._read_slots.clone()
         self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(largest, device=device)
         # One buffer for all sizes: a result per size would stay allocated as long as its graph.
@@ -91,11 +95,18 @@ class DecodeGraphs:
         self._positions[num_rows:size] = 0
         self._totals[:num_rows] = inputs.attention[0].total_lengths
         self._totals[num_rows:size] = 1
-        for group, attention in enumerate(inputs.attention):
-            self._slots[group][:num_rows] = inputs.slot_mappings[group]
-            self._slots[group][num_rows:size] = -1
-            self._tables[group][:num_rows, : attention.block_tables.shape[1]] = attention.block_tables
-            self._tables[group][num_rows:size, 0] = 0
+        # Without groups there is a batch for the rows' lengths alone.
+        groups = zip(self._slots, self._tables, inputs.slot_mappings, inputs.attention, strict=False)
+        for slots, tables, slot_mapping, attention in groups:
+            slots[:num_rows] = slot_mapping
+            slots[num_rows:size] = -1
+            tables[:num_rows, : attention.block_tables.shape[1]] = attention.block_tables
+            tables[num_rows:size, 0] = 0
+        if inputs.states is not None:
+            self._read_slots[:num_rows] = inputs.states.read_slots
+            self._write_slots[:num_rows] = inputs.states.write_slots
+            self._read_slots[num_rows:size] = -1
+            self._write_slots[num_rows:size] = -1
 
     def _record(self, size: int, record: Record) -> Callable[[], None]:
         def forward() -> None:
@@ -121,6 +132,19 @@ class DecodeGraphs:
                 )
                 for table in self._tables
             ],
+            states=self._states(size),
+            state_layers=self._state_layers,
+        )
+
+    def _states(self, size: int) -> StateBatch | None:
+        if not self._state_layers:
+            return None
+        return StateBatch(
+            query_starts=self._starts[: size + 1],
+            total_lengths=self._totals[:size],
+            read_slots=self._read_slots[:size],
+            write_slots=self._write_slots[:size],
+            max_query_length=1,
         )
 
 

@@ -112,8 +112,8 @@ class NativeDecoder:
 
     @property
     def is_recordable(self) -> bool:
-        """Whether decode steps can be recorded: they give logits, and read no slots of states."""
-        return self.head is not None and not self.state_shapes
+        """Whether decode steps can be recorded: they give logits."""
+        return self.head is not None
 
     @property
     def embedding_size(self) -> int:

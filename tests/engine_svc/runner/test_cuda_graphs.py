@@ -14,6 +14,7 @@ from engine_svc.runner.input_batch import InputBatch
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from tests.engine_svc.runner.fakes import apply
 from tests.engine_svc.runner.test_input_batch import admitted, plan
+from triptych_kernels import StateBatch
 
 NUM_ROWS = 6
 
@@ -39,8 +40,11 @@ class CountingRecorder:
 @pytest.fixture
 def case(tiny_model):
     """A model with two rows in decode, and graphs for sizes 1 and 4."""
-    model = tiny_model("llama", "native").ours
-    kv = KVTensors(model.facts, KVSizing(40, 4, 0))
+    return make_case(tiny_model("llama", "native").ours)
+
+
+def make_case(model, num_state_slots: int = 0):
+    kv = KVTensors(model.facts, KVSizing(40, 4, 0, num_state_slots))
     batch = InputBatch(max_num_seqs=NUM_ROWS, max_model_len=64, block_size=4)
     recorder = CountingRecorder()
     for stack in kv.stacks:
@@ -48,6 +52,7 @@ def case(tiny_model):
     graphs = DecodeGraphs(
         model.model, kv.layers, sizes=[1, 4], num_groups=1, vocab_size=model.facts.vocab_size,
         max_model_len=64, block_size=4, device=torch.device("cpu"), record=recorder,
+        state_layers=kv.states.layers,
     )  # fmt: skip
     return model.model, kv, batch, graphs, recorder
 
@@ -65,11 +70,6 @@ def decode(batch: InputBatch, lengths: list[int]):
     )
     apply(batch, step)
     return batch.gather(step)
-
-
-@pytest.mark.parametrize(("family", "is_recordable"), [("llama", True), ("qwen3_5", False)])
-def test_steps_of_a_model_with_states_are_not_recorded(family, is_recordable, tiny_model):
-    assert tiny_model(family, "native").ours.model.is_recordable == is_recordable
 
 
 @torch.inference_mode()
@@ -119,6 +119,31 @@ def test_rows_of_a_larger_batch_before_leave_nothing_in_a_smaller_one(case):
     small = InputBatch(max_num_seqs=NUM_ROWS, max_model_len=64, block_size=4)
     graphs.forward(decode(small, [9, 14]))
     # The same rows compute the same KV again, and the padding stores none.
+    assert all(torch.equal(stack, wanted) for stack, wanted in zip(kv.stacks, after, strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "granitemoehybrid"])
+@torch.inference_mode()
+def test_a_replay_reads_and_writes_the_states_of_its_rows_alone(family, tiny_model):
+    model, kv, batch, graphs, _ = make_case(tiny_model(family, "native").ours, num_state_slots=8)
+    assert model.is_recordable
+    large = decode(batch, [9, 14, 3, 8])
+    # The last row has no part in the next step.
+    states = StateBatch.of([1] * 4, [9, 14, 3, 8], [0, 1, 2, 3], [4, 1, 2, 3])
+    graphs.forward(replace(large, states=states))
+    inputs = decode(InputBatch(max_num_seqs=NUM_ROWS, max_model_len=64, block_size=4), [9, 14, 3])
+    # Of the rows one changes its slot, one begins, and one stays.
+    inputs = replace(inputs, states=StateBatch.of([1] * 3, [9, 14, 3], [5, -1, 2], [6, 0, 2]))
+    kept = [stack.clone() for stack in kv.stacks]
+    context = ForwardContext(
+        kv.layers, inputs.slot_mappings, inputs.attention, inputs.states, kv.states.layers
+    )
+    assert context.can_be_recorded
+    expected = model.forward(inputs.token_ids, inputs.positions, inputs.logit_rows, context)
+    after = [stack.clone() for stack in kv.stacks]
+    for stack, before in zip(kv.stacks, kept, strict=True):
+        stack.copy_(before)
+    assert torch.equal(graphs.forward(inputs), expected)
     assert all(torch.equal(stack, wanted) for stack, wanted in zip(kv.stacks, after, strict=True))
 
 
