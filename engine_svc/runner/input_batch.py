@@ -273,6 +273,7 @@ class InputBatch:
         # Without groups there is one batch without blocks, for the rows' lengths.
         tables = self._gathered_tables(layout, -(-max_total // size)) or [self._no_blocks[: len(counts)]]
         num_common = plan.num_common_blocks or itertools.repeat(0)
+        states = self._states
         return StepInputs(
             token_ids=self._known_tokens(row_of_token, positions, layout.device_rows, device_positions),
             positions=device_positions,
@@ -283,7 +284,7 @@ class InputBatch:
                 )
                 for table, num_blocks in zip(tables, num_common, strict=False)
             ],
-            states=self._state_batch(layout, starts, total_lengths),
+            states=None if states is None else self._state_batch(states, layout, starts, total_lengths),
             logit_rows=layout.logit_rows,
             rows=layout.rows,
             counts=counts,
@@ -295,10 +296,10 @@ class InputBatch:
             drafts=drafts,
         )
 
-    def _state_batch(self, layout: _Layout, starts: Ints, total_lengths: Tensor) -> StateBatch | None:
-        if self._states is None:
-            return None
-        slots = self._states.gather(layout.rows, starts, layout.ends)
+    def _state_batch(
+        self, states: StateRows, layout: _Layout, starts: Ints, total_lengths: Tensor
+    ) -> StateBatch:
+        slots = states.gather(layout.rows, starts, layout.ends)
         read, write = self._send([slots.read.astype(np.int32), slots.write.astype(np.int32)])
         return StateBatch(layout.query_starts, total_lengths, read, write, layout.max_count)
 
