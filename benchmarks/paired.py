@@ -5,7 +5,9 @@ alternates. `engine` keeps a process of each alive and takes turns of about half
 host changes within minutes; the others start new processes for each turn. For each metric, and for the
 geometric mean of several, the median of the ratios HEAD / BASE is printed with a 95 % bootstrap interval. The
 exit code is 1 where a metric falls short (its whole interval is worse than the bound), and 2 where a version
-could not be measured.
+could not be measured. `engine` also compares options of one version:
+
+    python -m benchmarks.paired . . engine --base-option enable_prefix_caching=false
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
@@ -49,10 +51,11 @@ class MeasureFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Checkout:
-    """A version of the source tree that can be run."""
+    """A version of the source tree that can be run. options: NAME=JSON, of its engine."""
 
     name: str
     folder: Path
+    options: tuple[str, ...] = ()
 
 
 _Measure = Callable[[Checkout], Metrics]
@@ -66,6 +69,7 @@ class Turn:
     model: Path
     output: Path  # where a benchmark of the checkout writes its JSON
     core: int
+    options: tuple[str, ...] = ()  # those of the checkout
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = {
             name: getattr(options, name) for name in ("scenario", "base", "head", "rounds", "bound", "seed")
         }
+        settings["base_option"] = " ".join(options.base_option)
         words = sys.argv[1:] if arguments is None else arguments
         command = shlex.join(("python", "-m", "benchmarks.paired", *words))
         Report("paired", settings, rows).write(options.json, command)
@@ -131,6 +136,7 @@ def _compare(options: argparse.Namespace) -> list[Row]:
     scenario = SCENARIOS[options.scenario]
     with ExitStack() as stack:
         base = stack.enter_context(open_checkout(options.base))
+        base = replace(base, options=tuple(options.base_option))
         head = stack.enter_context(open_checkout(options.head))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if options.model is None:
@@ -138,7 +144,8 @@ def _compare(options: argparse.Namespace) -> list[Row]:
         model = options.model or folder / "M1"
 
         def turn_of(checkout: Checkout) -> Turn:
-            return Turn(checkout.folder, model.resolve(), folder / "turn.json", options.core)
+            output = folder / "turn.json"
+            return Turn(checkout.folder, model.resolve(), output, options.core, checkout.options)
 
         measures: list[_Measure] = [lambda checkout: run_turn(scenario, turn_of(checkout))]
         if scenario.cells:
@@ -302,7 +309,7 @@ def _benchmark(turn: Turn, name: str) -> list[str]:
 
 
 def _engine_command(turn: Turn) -> list[str]:
-    return _probe("engine", str(turn.model), str(turn.core))
+    return _probe("engine", str(turn.model), str(turn.core), *turn.options)
 
 
 def _host_overhead_command(turn: Turn) -> list[str]:
@@ -359,8 +366,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
     parser.add_argument("--model", type=Path, help="checkpoint folder; without it a random Llama of 14 M")
     parser.add_argument("--core", type=int, default=1, help="the core that computes")
+    parser.add_argument(
+        "--base-option", action="append", default=[], help="NAME=JSON, a further option of BASE's engine"
+    )
     parser.add_argument("--json", type=report_file, help="file for the report")
     options = parser.parse_args(arguments)
+    if options.base_option and options.scenario != "engine":
+        parser.error(f"{options.scenario} takes no options of an engine")
     options.rounds = options.rounds or SCENARIOS[options.scenario].num_rounds
     return options
 

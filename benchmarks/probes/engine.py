@@ -1,4 +1,6 @@
-"""Seconds of `LLM.generate` with one pinned thread: python engine.py MODEL CORE
+"""Seconds of `LLM.generate` with one pinned thread: python engine.py MODEL CORE [NAME=JSON...]
+
+NAME=JSON are further options of the engine.
 
 Each line of the input is a cell and a seed, `{"cell": "64", "seed": 1}`; the answer is its time and rate. A
 cell is a number of requests, as in 64, or in 64+ where each asks for log probabilities and penalties.
@@ -28,13 +30,17 @@ _OPTIONS = {"logprobs": 5, "presence_penalty": 0.5, "frequency_penalty": 0.5, "r
 
 def main() -> None:
     model, core = sys.argv[1], int(sys.argv[2])
+    pairs = dict(option.split("=", 1) for option in sys.argv[3:])
     llm = LLM(
         model,
-        dtype="bfloat16",
-        num_threads=1,
-        max_model_len=_MAX_MODEL_LEN,
-        max_num_batched_tokens=4096,
-        kv_cache_memory=_KV_BYTES,
+        **{
+            "dtype": "bfloat16",
+            "num_threads": 1,
+            "max_model_len": _MAX_MODEL_LEN,
+            "max_num_batched_tokens": 4096,
+            "kv_cache_memory": _KV_BYTES,
+            **{name: json.loads(value) for name, value in pairs.items()},
+        },
     )
     threads = [each.native_id for each in threading.enumerate() if each.name == "model" and each.native_id]
     if len(threads) != 1:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.paired import (
+    SCENARIOS,
     CellProcess,
     Checkout,
     Comparison,
@@ -16,6 +18,7 @@ from benchmarks.paired import (
     Scenario,
     Turn,
     alternate,
+    main,
     run_turn,
 )
 from benchmarks.report import median_interval
@@ -95,6 +98,16 @@ def test_a_living_process_measures_each_cell_in_turn_with_the_geometric_mean_of_
         "rate_64": ([2 * 4.0**6], [2 * 4.0**7]),
         "geometric_mean": ([pytest.approx(2**10.5)], [pytest.approx(2**12.5)]),
     }
+
+
+def test_an_option_of_one_version_reaches_its_engine_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    option = "enable_prefix_caching=false"
+    with_option = Turn(Path(), Path("M1"), Path(), core=1, options=(option,))
+    without = replace(with_option, options=())
+    assert SCENARIOS["engine"].command(with_option) == [*SCENARIOS["engine"].command(without), option]
+    with pytest.raises(SystemExit):
+        main([".", ".", "scheduler", "--base-option", option])
+    assert "scheduler takes no options of an engine" in capsys.readouterr().err
 
 
 def test_a_command_that_fails_is_an_error_with_its_output(tmp_path: Path) -> None:
