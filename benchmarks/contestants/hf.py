@@ -19,7 +19,7 @@ def main() -> None:
         model_path, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
     ).eval()
 
-    def generate(prompts: Prompts, job: Job) -> list[int]:
+    def generate(prompts: Prompts, job: Job) -> list[list[int]]:
         if job.json_schema:
             raise SystemExit("transformers has no constraints")
         longest = max(map(len, prompts))
@@ -29,7 +29,8 @@ def main() -> None:
             max_new_tokens=job.num_output_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         output = model.generate(rows, attention_mask=mask, generation_config=config)
-        return [output.shape[1] - longest] * len(prompts)
+        answers: list[list[int]] = output[:, longest:].tolist()
+        return answers
 
     serve("hf", generate)
 

@@ -40,25 +40,38 @@ class Context:
         options.kv_unified = False
         self._context = llama_cpp.llama_init_from_model(self._model, options)
         self._batch = llama_cpp.llama_batch_init(_BATCH_TOKENS, 0, 1)
+        self._computed: Prompts = []  # tokens of each sequence in the context's memory
 
-    def generate(self, prompts: Prompts, job: Job) -> list[int]:
-        """Greedy tokens of each prompt; returns how many each has."""
+    def generate(self, prompts: Prompts, job: Job) -> list[list[int]]:
+        """Greedy tokens of each prompt. What is computed of the job before stays if all prompts begin so."""
         if job.json_schema:
             raise SystemExit("llama.cpp is not measured with constraints")
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
+        if len(self._computed) != len(prompts) or not all(
+            len(ids) < len(prompt) and prompt[: len(ids)] == ids
+            for prompt, ids in zip(prompts, self._computed, strict=True)
+        ):
+            # Without writing zeros, as its server clears a sequence.
+            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
+            self._computed = [[] for _ in prompts]
+        starts = [len(ids) for ids in self._computed]
+        waiting = [(row, start, prompts[row][start:]) for row, start in enumerate(starts)]
         newest: dict[int, int] = {}
-        waiting = list(enumerate(prompts))
         while waiting:
-            taken: list[tuple[int, list[int]]] = []
+            taken: list[tuple[int, int, list[int]]] = []
             room = _BATCH_TOKENS
-            while waiting and len(waiting[0][1]) <= room:
+            while waiting and len(waiting[0][2]) <= room:
                 taken.append(waiting.pop(0))
-                room -= len(taken[-1][1])
-            newest |= self._step([(sequence, 0, prompt) for sequence, prompt in taken])
+                room -= len(taken[-1][2])
+            newest |= self._step(taken)
+        answers = [[newest[row]] for row in range(len(prompts))]
         for step in range(job.num_output_tokens - 1):
-            rows = [(row, len(prompts[row]) + step, [token]) for row, token in newest.items()]
-            newest = self._step(rows)
-        return [job.num_output_tokens for _ in prompts]
+            newest = self._step(
+                [(row, len(prompts[row]) + step, answer[-1:]) for row, answer in enumerate(answers)]
+            )
+            for row, answer in enumerate(answers):
+                answer.append(newest[row])
+        self._computed = [prompt + answer[:-1] for prompt, answer in zip(prompts, answers, strict=True)]
+        return answers
 
     def _step(self, rows: list[tuple[int, int, list[int]]]) -> dict[int, int]:
         """Compute (sequence, first position, tokens) rows; the next token of each sequence."""

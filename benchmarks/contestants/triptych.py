@@ -37,7 +37,7 @@ def main() -> None:
 
     facts: dict[str, float] = {}
 
-    def generate(prompts: Prompts, job: Job) -> list[int]:
+    def generate(prompts: Prompts, job: Job) -> list[list[int]]:
         sampling = [
             SamplingParams(
                 temperature=job.temperature,
@@ -50,7 +50,7 @@ def main() -> None:
         ]
         results = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, progress=False)
         facts["accepted_drafts"] = sum(result.usage.num_accepted_draft_tokens or 0 for result in results)
-        return [len(result.outputs[0].token_ids) for result in results]
+        return [list(result.outputs[0].token_ids) for result in results]
 
     try:
         serve("triptych", generate, facts)

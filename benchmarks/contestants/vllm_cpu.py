@@ -29,7 +29,7 @@ def main() -> None:
         structured_outputs_config={"backend": "guidance"},
     )
 
-    def generate(prompts: Prompts, job: Job) -> list[int]:
+    def generate(prompts: Prompts, job: Job) -> list[list[int]]:
         sampling = SamplingParams(
             temperature=0.0,
             max_tokens=job.num_output_tokens,
@@ -38,7 +38,7 @@ def main() -> None:
         )
         inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         outputs = llm.generate(inputs, sampling, use_tqdm=False)
-        return [len(output.outputs[0].token_ids) for output in outputs]
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
     serve(f"vllm-cpu-{mode}", generate)
 

@@ -8,22 +8,32 @@
     python -m benchmarks engine --model FILE.gguf --peer llama.cpp=PYTHON --prefill 512 --cores 0,1
         --option 'cpu_isa="avx2"'
 
+    python -m benchmarks.rig.hybrid_checkpoint FOLDER
+    python -m benchmarks engine --model FOLDER --concurrency 1,8,32 --prompt 128,2048 --second-turn 32
+        --peer hf=PYTHON --peer llama.cpp=PYTHON:FOLDER.gguf
+
 Every contestant is a process of its own with a compute thread on each of `--cores`, and waits while another
 works. What plans and reports beside these threads may use other cores, with ours and with vLLM. Of a GGUF
 file llama.cpp runs the same, of a folder the file that is named; its build decides on its instructions.
 Without a model it makes the Llama of 14 million parameters with random weights. `floor_ms` is how long these
 cores take to read as many bytes as the files of the weights have: about the least that a step of one request
-takes.
+takes. `same_tokens` is the share of output tokens before the first of a request that is not ours; in bf16
+nearly equal logits part random models soon. `second_turn_ms` is the time to the first token of the next turns
+of all conversations: llama.cpp computes what they add, as its memory has the rest, `generate` of transformers
+all of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
+import sys
 import tempfile
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -36,9 +46,6 @@ from benchmarks.scenarios.engine.contest import Contestant, cores_of, start_cont
 
 _MIXED_SHORTEST, _MIXED_LONGEST = 32, 2048
 _OWN_TOKENS = 32  # of a prompt after those that all have
-# Far from the seeds of whole jobs, so that no prompt is known already.
-_OTHER_PROMPTS = 1_000_000
-_CONSTRAINED_SEEDS = 10_000
 # Records with a text and a number, longer than any output here.
 _RECORDS = {
     "type": "array",
@@ -53,13 +60,20 @@ _RECORDS = {
         "additionalProperties": False,
     },
 }
-_WARM_UP = Job([16, 16], 8, seed=1)
+_WARM_UP = Job([16, 16], 8, seed=0)
+_WARM_UP_TOKENS = 4  # of a request of each workload
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, action="append", help="checkpoint folder, or GGUF file")
     parser.add_argument("--concurrency", default="1,8,32,64", help="requests at once")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of their prompts")
+    parser.add_argument(
+        "--prompt", type=_numbers, default="128", help="tokens of their prompts; several: each in turn"
+    )
+    parser.add_argument(
+        "--second-turn", type=int, default=0,
+        help="also the time to the first token of each conversation's next turn, which adds as many tokens"
+    )  # fmt: skip
     parser.add_argument(
         "--mixed", type=int, default=0, help="requests at once with prompts of 32 to 2,048 tokens"
     )
@@ -86,6 +100,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm-env", action="append", default=[], help="NAME=VALUE for vLLM's process")
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
 def run(options: argparse.Namespace) -> Report:
     rows: list[Row] = []
     cores = cores_of(options)
@@ -102,9 +120,12 @@ def run(options: argparse.Namespace) -> Report:
             with start_contestants(model, options) as contestants:
                 for contestant in contestants:
                     contestant.do(_WARM_UP)
+                # No prompt is known already.
+                seeds = itertools.count(1)
                 for name, job in _workloads(options):
                     floor_ms = 1e3 * _num_bytes(model) / bytes_per_s
-                    rows += _run_cell(model.name, name, job, contestants, options, floor_ms)
+                    rows += _run_cell(model.name, name, job, contestants, options, floor_ms, seeds)
+                    print(*rows[-len(contestants) :], sep="\n", file=sys.stderr, flush=True)
     settings: dict[str, Value] = {name: getattr(options, name) for name in ("dtype", "rounds", "cores")}
     settings |= {
         "reading_gb_per_s": bytes_per_s / 1e9,
@@ -122,33 +143,44 @@ def _num_bytes(model: Path) -> int:
 
 
 def _workloads(options: argparse.Namespace) -> list[tuple[str, Job]]:
+    """Their names, and their jobs, whose seeds are chosen later."""
     counts = [int(count) for count in options.concurrency.split(",") if count]
-    cells = [(f"{count}", Job([options.prompt] * count, options.tokens, seed=count)) for count in counts]
+    cells = [
+        (
+            f"{count}" if len(options.prompt) == 1 else f"{count} of {length}",
+            Job([length] * count, options.tokens, seed=0),
+        )
+        for count, length in itertools.product(counts, options.prompt)
+    ]
     if options.shared:
         length = options.shared + _OWN_TOKENS
         cells += [
             (
                 f"{count} sharing {options.shared}",
-                Job([length] * count, options.tokens, seed=count, num_shared=options.shared),
+                Job([length] * count, options.tokens, seed=0, num_shared=options.shared),
             )
             for count in counts
         ]
     if options.constrained:
         schema = json.dumps(_RECORDS)
-        # With other seeds: prompts that are known already would cost nothing.
-        cells += [
-            (f"{name} constrained", replace(job, seed=job.seed + _CONSTRAINED_SEEDS, json_schema=schema))
-            for name, job in cells
-        ]
+        cells += [(f"{name} constrained", replace(job, json_schema=schema)) for name, job in cells]
     if options.prefill:
-        cells.append(
-            (f"1 of {options.prefill}", Job([options.prefill], options.tokens, seed=options.prefill))
-        )
+        cells.append((f"1 of {options.prefill}", Job([options.prefill], options.tokens, seed=0)))
     if options.mixed:
         choose = random.Random(options.mixed)
         lengths = [choose.randint(_MIXED_SHORTEST, _MIXED_LONGEST) for _ in range(options.mixed)]
-        cells.append((f"{options.mixed} mixed", Job(lengths, options.tokens, seed=options.mixed)))
+        cells.append((f"{options.mixed} mixed", Job(lengths, options.tokens, seed=0)))
     return cells
+
+
+@dataclass
+class _Measured:
+    """Of one contestant: seconds of whole jobs and until first tokens, and its tokens that are as ours."""
+
+    whole_s: list[float] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
+    second_turn_s: list[float] = field(default_factory=list)
+    num_same: list[int] = field(default_factory=list)
 
 
 def _run_cell(
@@ -158,37 +190,55 @@ def _run_cell(
     contestants: list[Contestant],
     options: argparse.Namespace,
     floor_ms: float,
+    seeds: Iterator[int],
 ) -> list[Row]:
     """One row a contestant: they take turns, so that what else runs on the machine slows all of them."""
-    whole: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
-    first: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
-    seed = job.seed
-    # The first round is not counted: it touches memory for the first time.
-    for round_number in range(options.rounds + 1):
-        for contestant in contestants:
-            seed += 1
-            seconds = contestant.do(replace(job, seed=seed))
-            other = replace(job, num_output_tokens=1, seed=seed + _OTHER_PROMPTS)
-            until_first = contestant.do(other)
-            if round_number:
-                whole[contestant.name].append(seconds)
-                first[contestant.name].append(until_first)
-    ours = statistics.median(whole[contestants[0].name])
-    rows: list[Row] = []
+    # Not counted: it touches memory for the first time.
+    warm_up = replace(job, num_output_tokens=_WARM_UP_TOKENS, seed=next(seeds))
     for contestant in contestants:
-        total, prefill = (statistics.median(times[contestant.name]) for times in (whole, first))
+        contestant.do(warm_up)
+    measured = [_Measured() for _ in contestants]
+    for _ in range(options.rounds):
+        whole, turn, other = (replace(job, seed=next(seeds)) for _ in range(3))
+        turn = replace(turn, num_output_tokens=1, num_added=options.second_turn)
+        other = replace(other, num_output_tokens=1)
+        ours: list[list[int]] = []
+        for contestant, each in zip(contestants, measured, strict=True):
+            answer = contestant.process.ask(**asdict(whole))
+            ours = ours or answer["token_ids"]
+            each.whole_s.append(answer["seconds"])
+            each.num_same.append(_num_same(ours, answer["token_ids"]))
+            if options.second_turn:
+                each.second_turn_s.append(contestant.do(turn))
+            each.first_s.append(contestant.do(other))
+    num_tokens = len(job.prompt_lengths) * options.tokens
+    our_total = statistics.median(measured[0].whole_s)
+    rows: list[Row] = []
+    for contestant, each in zip(contestants, measured, strict=True):
+        total, prefill = statistics.median(each.whole_s), statistics.median(each.first_s)
+        second_turn = 1e3 * statistics.median(each.second_turn_s) if options.second_turn else None
         rows.append(
             {
                 "model": model,
                 "contestant": contestant.name,
                 "concurrency": name,
-                "output_tokens_per_s": len(job.prompt_lengths) * options.tokens / total,
+                "output_tokens_per_s": num_tokens / total,
                 "ttft_ms": 1e3 * prefill,
+                "second_turn_ms": second_turn,
                 "prompt_tokens_per_s": sum(job.prompt_lengths) / prefill,
                 "decode_step_ms": 1e3 * (total - prefill) / (options.tokens - 1),
                 "floor_ms": floor_ms,
-                "our_ratio": total / ours,
+                "our_ratio": total / our_total,
+                "same_tokens": statistics.mean(each.num_same) / num_tokens,
                 "startup_s": contestant.startup_s,
             }
         )
     return rows
+
+
+def _num_same(ours: list[list[int]], theirs: list[list[int]]) -> int:
+    """The number of tokens before the first of each answer that differs."""
+    return sum(
+        len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=True))))
+        for answers in zip(ours, theirs, strict=True)
+    )

