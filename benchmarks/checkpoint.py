@@ -68,7 +68,7 @@ def make_checkpoint(
     )
     model = LlamaForCausalLM(config)
     if is_varied:
-        _widen(model)
+        widen(model)
     model = model.to(dtype)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -97,13 +97,14 @@ def make_mixture(folder: Path, *, seed: int) -> int:
         pad_token_id=token_id(tokenizer, PAD),
     )
     model = MixtralForCausalLM(config)
-    _widen(model)
+    widen(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model.num_parameters()
 
 
-def _widen(model: PreTrainedModel) -> None:
+def widen(model: PreTrainedModel) -> None:
+    """Make its matrices so wide that what it says depends on what was said before."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
