@@ -104,6 +104,9 @@ class SchedulerFeature:
         """The same after that, where no other request runs: without more blocks nothing can be computed."""
         return False
 
+    def on_preempt(self, request: Request) -> None:
+        """A running request lost its blocks and waits again; its tokens have to be computed anew."""
+
     def on_withdraw(self) -> None:
         """Every step in flight was rolled back: no `on_update` follows for any of them."""
 

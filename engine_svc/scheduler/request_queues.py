@@ -17,7 +17,7 @@ from engine_svc.core.request import (
     RequestStatus,
 )
 from engine_svc.core.step import BARRED
-from engine_svc.scheduler.feature import SchedulerFeature
+from engine_svc.scheduler.feature import SchedulerFeature, overriding
 from engine_svc.scheduler.policy import Policy
 from engine_svc.scheduler.turns import INPUT, begin_turn, settle_turn
 from engine_svc.scheduler.waiting_queue import WaitingQueue
@@ -41,6 +41,7 @@ class RequestQueues:
         self._kv_cache = kv_cache
         self._policy = policy
         self._features = tuple(features)
+        self._on_preempt = overriding(features, "on_preempt")
         self._holds_idle = holds_idle
         policy.attach(kv_cache)
         self.requests: dict[str, Request] = {}
@@ -95,6 +96,8 @@ class RequestQueues:
         self._kv_cache.release(request, num_withdrawn_tokens)
         request.move_to(RequestStatus.WAITING)
         _forget_progress(request, num_withdrawn_tokens)
+        for on_preempt in self._on_preempt:
+            on_preempt(request)
         request.num_preemptions += 1
         request.timeline.events.append(("preempted", now))
         request.order_key = self._policy.requeue_key(request)

@@ -30,6 +30,36 @@ class ReleasesAtStep(BlockHolder):
         return None
 
 
+class SeesPreemptions(SchedulerFeature):
+    """Notes which requests were preempted, and what each had computed by then."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def on_preempt(self, request: Request) -> None:
+        self.seen.append((request.request_id, request.num_computed_tokens))
+
+
+def test_a_feature_learns_of_a_preemption_before_the_next_request_is_planned():
+    feature = SeesPreemptions()
+    stage = Stage(num_blocks=5, block_size=4, features=[feature])
+    stage.add(request("a", 4), request("b", 8))
+    stage.step()
+    assert feature.seen == []
+    plan = stage.schedule()
+    assert plan.preempted == ["b"]
+    assert feature.seen == [("b", 0)]
+
+
+def test_a_feature_learns_that_running_requests_are_preempted_where_steps_are_rolled_back():
+    feature = SeesPreemptions()
+    stage = Stage(features=[feature])
+    stage.add(request("a", 8))
+    stage.schedule()
+    stage.scheduler.withdraw(now=2.0)
+    assert feature.seen == [("a", 0)]
+
+
 def test_a_feature_is_called_before_each_step_also_while_all_is_paused():
     timed = Timed(2.0)
     stage = Stage(features=[timed])
