@@ -179,7 +179,7 @@ def to_segment(
             "a parameter needs the whole prompt computed again, which an input segment does not do",
             field="segment",
         )
-    return InputSegment(turn.token_ids, turn.sampling, turn.arrival_at, turn.extras)
+    return InputSegment(turn.token_ids, turn.sampling, turn.arrival_at, turn.extras, spans=turn.spans)
 
 
 def to_failure(error: ServiceError) -> RequestFailed:

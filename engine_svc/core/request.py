@@ -66,7 +66,7 @@ class ContentSpan:
 class InputSegment:
     """Further input for a resumable request, which begins its next turn.
 
-    extras, blockers: of the turn, in the place of the request's.
+    extras, blockers: of the turn, in the place of the request's.  spans: counted from the segment's start.
     """
 
     token_ids: list[int]
@@ -74,6 +74,7 @@ class InputSegment:
     arrival_at: float | None = None  # that of the request from then on; None: as before
     extras: Extras = field(default_factory=dict)
     blockers: frozenset[str] = frozenset()
+    spans: tuple[ContentSpan, ...] = ()
 
 
 @dataclass(slots=True)

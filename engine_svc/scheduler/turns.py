@@ -7,6 +7,7 @@ segment begins another.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from engine_svc.core.request import FinishReason, InputSegment, Request, Timeline
 from engine_svc.core.sampling_params import RepetitionLimits
@@ -29,6 +30,8 @@ def begin_turn(request: Request, segment: InputSegment, max_model_len: int, now:
 
     Times, end, drafts and cached tokens are recorded anew for each turn.
     """
+    start = request.num_tokens
+    request.spans += tuple(replace(span, start=start + span.start) for span in segment.spans)
     request.token_ids += segment.token_ids
     request.num_prompt_tokens = request.num_tokens
     request.sampling = segment.sampling

@@ -193,15 +193,23 @@ def segment_record(segment: InputSegment, blockers: Collection[str]) -> Record:
         "prompt": list(segment.token_ids),
         **_sampling_record(segment.sampling),
         "arrival_time": segment.arrival_at,
+        "spans": [asdict(span) for span in segment.spans],
         "blockers": sorted(blockers),
     }
 
 
 def read_segment(record: Record) -> InputSegment:
-    blockers = frozenset(record.get("blockers", ()))
     return InputSegment(
-        list(record["prompt"]), _read_sampling(record), record["arrival_time"], blockers=blockers
+        list(record["prompt"]),
+        _read_sampling(record),
+        record["arrival_time"],
+        blockers=frozenset(record.get("blockers", ())),
+        spans=_read_spans(record),
     )
+
+
+def _read_spans(record: Record) -> tuple[ContentSpan, ...]:
+    return tuple(ContentSpan(**span) for span in record.get("spans", ()))
 
 
 def _sampling_record(sampling: SamplingParams) -> Record:
@@ -237,7 +245,7 @@ def read_request(record: Record) -> Request:
         arrival_at=record["arrival_time"],
         cache_salt=record["cache_salt"] or "",
         extra_keys=tuple(record.get("extra_keys", ())),
-        spans=tuple(ContentSpan(**span) for span in record.get("spans", ())),
+        spans=_read_spans(record),
         num_encoder_tokens=record.get("num_encoder_tokens", 0),
         blockers=set(record.get("blockers", ())),
         is_resumable=record.get("session", False),

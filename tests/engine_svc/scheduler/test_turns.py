@@ -10,7 +10,7 @@ from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.turns import INPUT, begin_turn, settle_turn
 from tests.engine_svc.core_state import num_unfinished
-from tests.engine_svc.scheduler.doubles import Loader
+from tests.engine_svc.scheduler.doubles import Loader, item
 from tests.engine_svc.scheduler.fakes import EOS, NEW_TOKEN, STOP, Stage, granted, request, segment, session
 
 
@@ -116,6 +116,21 @@ def test_to_features_a_turn_is_as_a_request():
     assert hooks.calls == [
         ("add", 3, {}), ("finish", 5, {}), ("add", 6, extra), ("finish", 7, extra), ("finish", 6, extra),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "num_cached"), [("image", 12), ("other image", 8)])
+def test_the_spans_of_a_segment_count_from_its_start(key: str, num_cached: int):
+    stage, resumable = Stage(block_size=4), session("a", 6)
+    stage.add(resumable)
+    stage.step({"a": [STOP]})
+    further = InputSegment([5] * 8, SamplingParams(max_tokens=1), spans=item(3, 2, "image"))
+    stage.scheduler.extend("a", further, now=3.0)
+    stage.step()
+    assert resumable.spans == item(9, 2, "image")
+    same = request("b", 15, salt="a")
+    same.token_ids[6:14], same.spans = [5] * 8, item(9, 2, key)
+    stage.add(same)
+    assert stage.schedule().num_computed_tokens == [num_cached]
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])

@@ -9,10 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from engine_svc.core.request import Request
+from engine_svc.core.request import ContentSpan, InputSegment, Request
 from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
 from engine_svc.features.sched_trace.recorded_case import SUFFIX, read_case
-from engine_svc.features.sched_trace.records import Record, encode, read_request, request_record
+from engine_svc.features.sched_trace.records import (
+    Record,
+    encode,
+    read_request,
+    read_segment,
+    request_record,
+    segment_record,
+)
 from engine_svc.features.sched_trace.replay import BadTrace, read_lines, replay
 from tests.conformance.test_recorded_cases import CASES, PATHS
 from tests.engine_svc.features.sched_trace.tracing import SETUP, Tracing, build, replayed, request
@@ -31,6 +38,12 @@ def traced() -> list[Record]:
 
 def lines_of(records: list[Record]) -> list[bytes]:
     return [encode(record).encode() + b"\n" for record in records]
+
+
+def test_what_the_kv_of_a_segment_depends_on_is_in_its_record():
+    spans = (ContentSpan(1, 2, "image"),)
+    segment = InputSegment([1, 2, 3], SamplingParams(3), spans=spans)
+    assert read_segment(json.loads(encode(segment_record(segment, ())))) == segment
 
 
 def test_every_parameter_of_a_request_is_in_its_record():
