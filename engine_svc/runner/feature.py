@@ -136,7 +136,7 @@ class RunnerFeature:
         return None
 
     def before_forward(self, inputs: StepInputs, context: ForwardContext) -> None:
-        """May change what the forward reads."""
+        """May change what the forward reads. `inputs` has what the scheduler's half attached to the plan."""
 
     def extra_positions(self, inputs: StepInputs) -> Ints | None:
         """Indices of the step's tokens whose logits it needs besides those of rows that sample, if any.

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine_svc.core.extras import Extras
 from engine_svc.core.step import AdmittedRequest, StepPlan
 from engine_svc.runner.sampling.transfer import Ints, to_device
 from engine_svc.runner.state_rows import StateRows
@@ -61,6 +62,7 @@ class StepInputs:
     each of the plan's rows.  counts, starts: [R], their tokens in the step, and those with KV before it.
     sampling_rows: [N], those that sample, once for each token; sampling_positions: [N], the positions of the
     tokens to sample.  drafts: None if the step has none.  states: None for a model without states.
+    extras: the parts of the plan that features' scheduler halves attached.
     """
 
     token_ids: Tensor
@@ -75,6 +77,7 @@ class StepInputs:
     sampling_positions: Ints
     drafts: DraftEntries | None = None
     states: StateBatch | None = None
+    extras: Extras = field(default_factory=dict)
 
     def with_logits_of(self, more: Sequence[Ints]) -> StepInputs:
         """The same with the logits of further tokens of the step, after those of the rows that sample."""
@@ -294,6 +297,7 @@ class InputBatch:
                 totals if layout.sampling_tokens is None else positions[layout.sampling_tokens] + 1
             ),
             drafts=drafts,
+            extras=plan.extras,
         )
 
     def _state_batch(

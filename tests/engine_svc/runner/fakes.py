@@ -83,8 +83,19 @@ class PlanDriver:
         self.requests[request_id] = request
         return request
 
-    def step(self, grants: dict[str, int], num_common_blocks: Sequence[int] = ()) -> StepResult:
-        plan = StepPlan(self.num_steps, released=self._released, num_common_blocks=list(num_common_blocks))
+    def step(
+        self,
+        grants: dict[str, int],
+        num_common_blocks: Sequence[int] = (),
+        parts: Extras | None = None,
+    ) -> StepResult:
+        """parts: of the plan, that features' scheduler halves attached."""
+        plan = StepPlan(
+            self.num_steps,
+            released=self._released,
+            num_common_blocks=list(num_common_blocks),
+            extras=parts or {},
+        )
         self._released = []
         self.num_steps += 1
         for request_id, num_tokens in grants.items():

@@ -172,6 +172,28 @@ def test_stages_are_called_in_order_and_for_their_rows_alone(tiny_model):
     assert result.extras == {Count: {0: Count(1)}}
 
 
+class ReadsPlans(Staged):
+    """Notes its part of each plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[Mark | None] = []
+
+    def before_forward(self, inputs: StepInputs, context: ForwardContext) -> None:
+        self.parts.append(inputs.extras.get(Mark))
+
+
+def test_a_feature_reads_its_part_of_each_plan(tiny_model):
+    feature = ReadsPlans()
+    driver = tiny_model("llama", "native").driver(features=(feature,))
+    add_marked(driver, "a", 1)
+    pending = driver.requests["a"].num_pending_tokens
+    driver.step({"a": pending - 2}, parts={Mark: Mark("first")})
+    driver.step({"a": 2})
+    driver.step({"a": 1}, parts={Mark: Mark("third")})
+    assert feature.parts == [Mark("first"), None, Mark("third")]
+
+
 def test_a_feature_without_rows_is_not_called(tiny_model):
     feature = Staged()
     driver = tiny_model("llama", "native").driver(features=(feature,))
