@@ -201,9 +201,8 @@ def _with_groups(loaded: LoadedModel, sizes: Mapping[str, Any]) -> LoadedModel:
 
 
 def _make_loop(rank: _Rank, runner: ModelRunner, sizes: Mapping[str, Any], *, on_gpu: bool) -> RankLoop:
-    decoder = PlanDecoder(
-        max_num_seqs=sizes["max_num_seqs"], num_groups=sizes["num_groups"], extras=extra_types()
-    )
+    extras = ExtraCodec(extra_types())
+    decoder = PlanDecoder(max_num_seqs=sizes["max_num_seqs"], num_groups=sizes["num_groups"], extras=extras)
     return RankLoop(
         ChannelReader(reader_end(rank.spec["plans"]), spin_s=_SPIN_S if on_gpu else 0.0),
         decoder,
@@ -213,7 +212,7 @@ def _make_loop(rank: _Rank, runner: ModelRunner, sizes: Mapping[str, Any], *, on
         answer=lambda answer: rank.connection.send({"answer": answer}),
         has_dealt=lambda: rank.heartbeats.finish_step(rank.position.rank),
         preparer=runner.preparer,
-        extras=ExtraCodec(extra_types()),
+        extras=extras,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from engine_svc.core.binary_form import form_of
+from engine_svc.core.binary_form import SharedContents, form_of
 from engine_svc.core.byte_fields import FieldReader, FieldWriter, MessageError
 
 _COUNT = struct.Struct("<I")
@@ -17,7 +17,7 @@ _COUNT = struct.Struct("<I")
 class Extra:
     """A dataclass that travels with a request, a plan or a result. One in `EXTRAS` reaches the ranks.
 
-    Its binary form is that of its fields, see `form_of`.
+    Its binary form is that of its fields, see `form_of`. What is large among them is a Content.
     """
 
     __slots__ = ()
@@ -79,11 +79,15 @@ class UnknownExtra(TypeError):
 
 
 class ExtraCodec:
-    """Writes and reads extras by the index of their type. Both sides have the same types in one order."""
+    """Writes and reads extras by the index of their type. Both sides have the same types in one order.
+
+    One for all messages of a channel, in their order, at each end: a Content in them is written whole once.
+    """
 
     def __init__(self, kinds: Sequence[type[Extra]]) -> None:
         self._kinds = tuple(kinds)
-        self._forms = {kind: form_of(kind) for kind in kinds}
+        contents = SharedContents()
+        self._forms = {kind: form_of(kind, contents) for kind in kinds}
         self._tag_of = {kind: tag for tag, kind in enumerate(kinds)}
 
     def check(self, kinds: Iterable[type[Extra]]) -> None:

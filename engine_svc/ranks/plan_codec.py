@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_svc.core.byte_fields import FieldReader, FieldWriter, MessageError
-from engine_svc.core.extras import Extra, ExtraCodec, Extras
+from engine_svc.core.extras import NO_EXTRAS, ExtraCodec, Extras
 from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
 from engine_svc.core.step import AdmittedRequest, StepPlan
 
@@ -56,12 +56,15 @@ _Ints = npt.NDArray[np.int64]
 
 
 class PlanEncoder:
-    """Encodes plans, each once and in order. num_groups: of layers that share block tables."""
+    """Encodes plans, each once and in order. num_groups: of layers that share block tables.
 
-    def __init__(self, *, max_num_seqs: int, num_groups: int, extras: Sequence[type[Extra]] = ()) -> None:
+    extras: of the channel, for its other messages as well.
+    """
+
+    def __init__(self, *, max_num_seqs: int, num_groups: int, extras: ExtraCodec = NO_EXTRAS) -> None:
         self._rows = _Rows(max_num_seqs)
         self._num_groups = num_groups
-        self._extras = ExtraCodec(extras)
+        self._extras = extras
 
     def encode(self, plan: StepPlan) -> bytes:
         """The plan as bytes. Raises UnknownExtra for an extra that no rank knows; nothing changes."""
@@ -149,10 +152,10 @@ class PlanEncoder:
 class PlanDecoder:
     """Decodes plans: every message of one encoder, in order."""
 
-    def __init__(self, *, max_num_seqs: int, num_groups: int, extras: Sequence[type[Extra]] = ()) -> None:
+    def __init__(self, *, max_num_seqs: int, num_groups: int, extras: ExtraCodec = NO_EXTRAS) -> None:
         self._rows = _Rows(max_num_seqs)
         self._num_groups = num_groups
-        self._extras = ExtraCodec(extras)
+        self._extras = extras
 
     def rows(self) -> dict[str, tuple[int, int]]:
         """The handle and the number of computed tokens of each request in the batch."""

@@ -108,7 +108,8 @@ class RanksStarting:
         self._watch.all_are_ready()
         os.close(self._store_fd)
         self._tokens.close()
-        encoder = PlanEncoder(max_num_seqs=max_num_seqs, num_groups=num_groups, extras=extras)
+        codec = ExtraCodec(extras)
+        encoder = PlanEncoder(max_num_seqs=max_num_seqs, num_groups=num_groups, extras=codec)
         return ProcessGroup(
             self._watch,
             self._heartbeats,
@@ -116,7 +117,7 @@ class RanksStarting:
             self._results,
             encoder,
             self._limits,
-            ExtraCodec(extras),
+            codec,
             num_preparing=len(self._positions),
         )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import astuple, fields
+from dataclasses import astuple, dataclass, fields
 from typing import Any, get_type_hints
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from engine_svc.build.features import extra_types
 from engine_svc.core.binary_form import form_of
 from engine_svc.core.byte_fields import FieldReader, FieldWriter, MessageError
+from engine_svc.core.content import Content
 from engine_svc.core.extras import Extra, ExtraCodec, Extras, Parameters, UnknownExtra, merge_extras
 from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult, TokenLogprobs
 from engine_svc.features.adapters.extras import Pins
@@ -193,7 +196,7 @@ some_extras = st.fixed_dictionaries({}, optional=VALUES)
 @settings(max_examples=60, deadline=None, database=None, derandomize=True)
 @given(of_request=some_extras, of_plan=some_extras, of_rows=st.lists(some_extras, max_size=3))
 def test_a_rank_reads_the_extras_of_requests_plans_and_results(of_request, of_plan, of_rows):
-    sizes: dict[str, Any] = {"max_num_seqs": 4, "num_groups": 1, "extras": extra_types()}
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "num_groups": 1, "extras": ExtraCodec(extra_types())}
     sampling, _ = split_options()
     plan = StepPlan(1, admitted=[AdmittedRequest("a", [1, 2], 2, sampling, [[0]], of_request)])
     plan.extras = of_plan
@@ -214,7 +217,7 @@ def test_a_rank_reads_the_extras_of_requests_plans_and_results(of_request, of_pl
 
 
 def test_an_extra_of_an_unknown_type_is_refused_before_anything_is_written():
-    encoder = PlanEncoder(max_num_seqs=4, num_groups=1, extras=[Penalties])
+    encoder = PlanEncoder(max_num_seqs=4, num_groups=1, extras=ExtraCodec([Penalties]))
     sampling, _ = split_options()
     admitted = AdmittedRequest("a", [1, 2], 2, sampling, [[0]], {TokenRules: TokenRules()})
     with pytest.raises(UnknownExtra, match="TokenRules is not registered"):
@@ -225,7 +228,7 @@ def test_an_extra_of_an_unknown_type_is_refused_before_anything_is_written():
         encode_result(StepResult(1, [[]], extras={TokenRules: {0: TokenRules()}}), ExtraCodec([Penalties]))
     # Its row was not taken.
     admitted.extras = {Penalties: Penalties(1.0)}
-    decoder = PlanDecoder(max_num_seqs=4, num_groups=1, extras=[Penalties])
+    decoder = PlanDecoder(max_num_seqs=4, num_groups=1, extras=ExtraCodec([Penalties]))
     assert decoder.decode(encoder.encode(StepPlan(1, admitted=[admitted]))).admitted == [admitted]
 
 
@@ -234,6 +237,67 @@ def test_a_rank_that_knows_fewer_types_refuses_the_message():
     ExtraCodec([Penalties, TokenRules]).write(writer, {TokenRules: TokenRules()})
     with pytest.raises(MessageError, match="has extra 1, this rank knows 1"):
         ExtraCodec([Penalties]).read(FieldReader(writer.message()))
+
+
+@dataclass(frozen=True)
+class Picture(Content):
+    """Of which the ranks keep two at most."""
+
+    name: str
+    data: bytes
+    size_bytes: int = 60 << 20
+
+    @property
+    def digest(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Album(Extra):
+    pictures: tuple[Picture, ...]
+
+
+def channel_of_albums() -> Callable[[Album], tuple[Album, int]]:
+    """Sends an album; returns it as a rank reads it, and the size of the message."""
+    ours, theirs = ExtraCodec([Album]), ExtraCodec([Album])
+
+    def send(album: Album) -> tuple[Album, int]:
+        writer = FieldWriter()
+        ours.write(writer, {Album: album})
+        message = writer.message()
+        return theirs.read(FieldReader(message))[Album], len(message)
+
+    return send
+
+
+def test_a_content_reaches_a_rank_once_in_all_messages():
+    picture, send = Picture("a" * 64, bytes(5000)), channel_of_albums()
+    first, whole = send(Album((picture, picture)))
+    again, short = send(Album((Picture("a" * 64, bytes(5000)),)))
+    assert first == Album((picture, picture))
+    assert again == Album((picture,))
+    assert 5000 < whole < 5400
+    assert short < 100
+    assert first.pictures[0] is first.pictures[1] is again.pictures[0]
+
+
+def test_both_ends_drop_the_same_contents_whatever_is_sent():
+    rng, send, num_short = random.Random(5), channel_of_albums(), 0
+    pictures = [Picture(str(index), bytes([index]) * 1000) for index in range(4)]
+    for _ in range(300):
+        album = Album(tuple(rng.choices(pictures, k=rng.randint(0, 3))))
+        read, size = send(album)
+        assert read == album
+        num_short += len(album.pictures) > 0 and size < 1000
+    assert 40 < num_short < 200
+
+
+def test_a_rank_without_a_content_that_it_should_have_refuses_the_message():
+    ours, writer = ExtraCodec([Album]), FieldWriter()
+    ours.write(FieldWriter(), {Album: Album((Picture("a", b""),))})
+    ours.write(writer, {Album: Album((Picture("a", b""),))})
+    with pytest.raises(MessageError, match="malformed Album: content a is not here"):
+        ExtraCodec([Album]).read(FieldReader(writer.message()))
 
 
 def test_extras_of_two_steps_become_those_of_one_and_neither_changes():

@@ -76,7 +76,10 @@ class Marks(Extra):
 
 def codec(num_groups: int = 1, max_num_seqs: int = MAX_NUM_SEQS) -> tuple[PlanEncoder, PlanDecoder]:
     sizes = {"max_num_seqs": max_num_seqs, "num_groups": num_groups}
-    return PlanEncoder(**sizes, extras=(Marks,)), PlanDecoder(**sizes, extras=(Marks,))
+    return (
+        PlanEncoder(**sizes, extras=ExtraCodec([Marks])),
+        PlanDecoder(**sizes, extras=ExtraCodec([Marks])),
+    )
 
 
 def random_plans(rng: random.Random, num_groups: int, num_steps: int) -> Iterator[StepPlan]:
