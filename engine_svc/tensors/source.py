@@ -83,7 +83,7 @@ class TensorReceiver:
     ) -> engine_pb2.UploadBlobResponse:
         """Serve one UploadBlob; see BlobUploads.receive."""
         if not self.is_open:
-            raise Unimplemented("this engine takes no tensors: start it with --enable-prompt-embeds")
+            raise Unimplemented("this engine takes no tensors: no feature that does is enabled")
         return await self._uploads.receive(requests)
 
     def source(self, frontend_id: str, session_id: str) -> TensorSource:
