@@ -104,6 +104,9 @@ class SchedulerFeature:
         """The same after that, where no other request runs: without more blocks nothing can be computed."""
         return False
 
+    def on_not_admitted(self, request: Request) -> None:
+        """A waiting request found no blocks for what the budgets had granted it; it will be tried again."""
+
     def on_preempt(self, request: Request) -> None:
         """A running request lost its blocks and waits again; its tokens have to be computed anew."""
 

@@ -89,6 +89,7 @@ class Scheduler:
         self._on_step = overriding(features, "on_step")
         self._on_pressure = overriding(features, "on_pressure")
         self._on_exhausted = overriding(features, "on_exhausted")
+        self._on_not_admitted = overriding(features, "on_not_admitted")
         self._on_plan, self._on_update = overriding(features, "on_plan"), overriding(features, "on_update")
         self._queues = RequestQueues(kv_cache, policy, self._features, holds_idle=config.holds_idle)
         self._in_flight = PlannedSteps()
@@ -490,6 +491,9 @@ class Scheduler:
         if num_tokens >= 1 and not (must_be_whole and num_tokens < wanted):
             new_block_ids, limit = self._make_room(request, hit, num_tokens), FREE_BLOCKS
         if new_block_ids is None:
+            if limit is FREE_BLOCKS:
+                for on_not_admitted in self._on_not_admitted:
+                    on_not_admitted(request)
             request.draft_token_ids, request.num_computed_tokens = [], num_computed
             return limit
         self._queues.enter(request, now)

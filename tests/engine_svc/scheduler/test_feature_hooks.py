@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine_svc.core.request import Request
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.feature import SchedulerFeature
-from tests.engine_svc.scheduler.doubles import BlockHolder, Retainer
+from tests.engine_svc.scheduler.doubles import AtMost, BlockHolder, Retainer
 from tests.engine_svc.scheduler.fakes import Stage, request
 
 
@@ -49,6 +49,32 @@ def test_a_feature_learns_of_a_preemption_before_the_next_request_is_planned():
     plan = stage.schedule()
     assert plan.preempted == ["b"]
     assert feature.seen == [("b", 0)]
+
+
+class SeesFailedAdmissions(SchedulerFeature):
+    """Notes which requests found no blocks."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_not_admitted(self, request: Request) -> None:
+        self.seen.append(request.request_id)
+
+
+def test_a_feature_learns_which_request_found_no_blocks():
+    """The others were not tried, and one whose budgets grant nothing has spent none."""
+    feature = SeesFailedAdmissions()
+    stage = Stage(num_blocks=4, features=[feature], budgets=[AtMost({"never": 0})])
+    stage.add(request("a", 20))
+    stage.step()
+    assert feature.seen == []
+    stage.add(request("b", 40), request("c", 40))
+    stage.step()
+    assert feature.seen == ["b"]
+    stage.scheduler.abort(["b", "c"], now=3.0)
+    stage.add(request("never", 4))
+    stage.step()
+    assert feature.seen == ["b"]
 
 
 def test_a_feature_learns_that_running_requests_are_preempted_where_steps_are_rolled_back():
