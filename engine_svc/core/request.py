@@ -60,6 +60,7 @@ class ContentSpan:
     start: int  # index of its first token
     num_tokens: int
     key: str  # equal for equal content
+    tokens: tuple[int, ...] = ()  # offsets in it, ascending, of positions that have a token of their own
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ FEATURES = (
     "adapters",
     "pins",
     "prompt_embeds",
+    "media",
     "prompt_logprobs",
     "pooling",
     "forward_outputs",

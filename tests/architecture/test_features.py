@@ -28,6 +28,7 @@ NAMES = {
     "sched_trace": [{"sched", "trace"}],
     "nan_counts": [{"nan", "counts"}],
     "prompt_embeds": [{"embeds"}, {"embedded"}, {"embeddings"}],
+    "media": [{"media"}],
     "prompt_logprobs": [{"prompt", "logprobs"}, {"prompt", "logprob"}],
     "pooling": [{"pooling"}, {"pooler"}, {"pooled"}],
     "forward_outputs": [{"forward", "outputs"}, {"forward", "output"}],

@@ -20,11 +20,14 @@ from engine_svc.cache.attention import (
     SlidingWindow,
 )
 from engine_svc.cache.config import CacheConfig
-from engine_svc.core.request import FinishReason, InputSegment, Request, RequestOutput
+from engine_svc.core.request import ContentSpan, FinishReason, InputSegment, Request, RequestOutput
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.adapters.extras import AdapterUse
 from engine_svc.features.adapters.scheduler import AdapterLimits
+from engine_svc.features.media.extras import KEY_PREFIX, EncoderWork
+from engine_svc.features.media.scheduler import EncoderSteps, replayed
+from engine_svc.features.sched_trace.recorded_case import content_spans, encoder_options
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 from tests.conformance.grammars import BLOCKER, Grammars
@@ -48,6 +51,7 @@ CAPABILITIES = (
     "adapters",
     "chunked_local",
     "grammar",
+    "media",
     "pipeline",
     "reset",
     "sessions",
@@ -82,6 +86,11 @@ class ReplayEngine:
                 MonotonicClock(), lambda work: work(), scheduler, cache, Metrics("engine")
             )
             features.append(AdapterLimits(max_adapters, max_adapters, context))
+        self._encoder: EncoderSteps | None = None
+        self._reported: list[str] = []  # of the encoder's outputs that are evicted
+        if (options := encoder_options(config)) is not None:
+            self._encoder = replayed(options)
+            features.append(self._encoder)
         core = build_core(scheduler, cache, policy=config["policy"], features=features)
         self._scheduler, self._kv_cache = core.scheduler, core.kv_cache
         self._plans: list[StepPlan] = []
@@ -100,12 +109,15 @@ class ReplayEngine:
             request["id"], prompt, len(prompt), sampling, cache_salt=salt, extra_keys=keys, **order
         )
         added.is_resumable = request.get("session", False)
+        added.spans = tuple(ContentSpan(**span) for span in content_spans(request))
         self._grammars.note(added, request.get("grammar"))
         self._scheduler.add(added)
 
     def extend(self, event: dict[str, Any]) -> None:
         options = _of(SamplingParams, event) | {"stop_token_ids": frozenset(event["stop_token_ids"])}
-        segment = InputSegment(event["prompt"].copy(), SamplingParams(**options), event["arrival_time"])
+        spans = tuple(ContentSpan(**span) for span in content_spans(event))
+        sampling, arrival_at = SamplingParams(**options), event["arrival_time"]
+        segment = InputSegment(event["prompt"].copy(), sampling, arrival_at, spans=spans)
         self._scheduler.extend(event["id"], segment, now=0.0)
 
     def close(self, request_id: str) -> None:
@@ -129,6 +141,17 @@ class ReplayEngine:
 
     def reset_prefix_cache(self, running: bool) -> bool:
         return self._scheduler.reset_prefix_cache(now=0.0, reset_running=running)
+
+    def reset_encoder_cache(self) -> None:
+        assert self._encoder is not None, "a case without media resets no outputs of an encoder"
+        self._encoder.cache.clear()
+        # A case names what was evicted for lack of room alone.
+        self._reported = self._encoder.cache.evicted.copy()
+
+    def encoder_slots(self) -> list[int] | None:
+        if self._encoder is None:
+            return None
+        return [self._encoder.cache.num_free, self._encoder.cache.num_reclaimable]
 
     def schedule(self) -> dict[str, Any]:
         drafts = self._blocks_of_drafts()
@@ -164,6 +187,17 @@ class ReplayEngine:
             },
             "free_blocks": self.free_blocks(),
             **({"masked": self._grammars.masked(plan)} if self._grammars.is_used else {}),
+            **({} if self._encoder is None else self._encoded(plan, self._encoder)),
+        }
+
+    def _encoded(self, plan: StepPlan, encoder: EncoderSteps) -> dict[str, Any]:
+        """What the encoder computes, and what was evicted since the decision before."""
+        work = plan.extras.get(EncoderWork, EncoderWork((), tuple(encoder.cache.evicted)))
+        evicted = [key.removeprefix(KEY_PREFIX) for key in work.evicted if key not in self._reported]
+        self._reported = encoder.cache.evicted.copy()
+        return {
+            "encoder": {row.request_id: list(row.items) for row in work.rows},
+            "encoder_evicted": evicted,
         }
 
     def update(self, model: dict[str, Any]) -> dict[str, Any]:
@@ -175,6 +209,9 @@ class ReplayEngine:
         outputs = self._scheduler.update(plan, result, now=0.0)
         # An engine ends them at once: here at the time at which the reference does.
         failed, self._reached = self._reached, []
+        if self._encoder is not None:
+            failed += sorted(self._encoder.budget.conflicts)
+            self._encoder.budget.conflicts.clear()
         ended = self._scheduler.abort(failed, now=0.0, reason=FinishReason.ERROR)
         for output in ended:
             output.first = None

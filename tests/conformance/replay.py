@@ -60,6 +60,8 @@ def _apply(engine: ReplayEngine, event: dict[str, Any]) -> bool:
             engine.grammar_ready(event["id"])
         case "grammar_failed":
             engine.grammar_failed(event["id"])
+        case "reset_encoder_cache":
+            engine.reset_encoder_cache()
         case "reset_prefix_cache":
             return engine.reset_prefix_cache(event["running"]) is event["result"]
         case unknown:
@@ -68,7 +70,9 @@ def _apply(engine: ReplayEngine, event: dict[str, Any]) -> bool:
 
 
 def _state(engine: ReplayEngine) -> dict[str, Any]:
-    return {"free_blocks": engine.free_blocks(), **engine.queue_ids()}
+    state = {"free_blocks": engine.free_blocks(), **engine.queue_ids()}
+    slots = engine.encoder_slots()
+    return state if slots is None else state | {"encoder_slots": slots}
 
 
 def _plain(value: Any) -> Any:

@@ -30,6 +30,8 @@ def read_case(path: Path) -> Iterator[Record]:
 def as_records(case: Record) -> Iterator[Record]:
     config = case["config"]
     features = {"adapters": {"max_adapters": config["max_adapters"]}} if config.get("max_adapters") else {}
+    if (options := encoder_options(config)) is not None:
+        features["media"] = options
     trace = {
         "format": FORMAT,
         "version": case.get("reference_version", ""),
@@ -41,7 +43,10 @@ def as_records(case: Record) -> Iterator[Record]:
         decided = recorded["decision"]
         events = [*updates, *map(_as_given, recorded["events"])]
         if events or decided["scheduled"] or decided["preempted"]:
-            state = recorded["after_events"]
+            # What features count is not in a snapshot.
+            state = {
+                name: value for name, value in recorded["after_events"].items() if name != "encoder_slots"
+            }
             yield {"kind": SNAPSHOT, "step": step, "at": 0.0, **state, "events": events, **head}
             yield from _as_prefix_events(step, decided)
             yield _as_decision(step, decided)
@@ -77,11 +82,38 @@ def _as_decision(step: int, decided: Record) -> Record:
 
 
 def _as_given(event: Record) -> Record:
-    """An event from outside, whose request may name an adapter."""
-    adapter = event.get("request", {}).get("adapter")
-    if adapter is None:
+    """An event from outside, whose request may name an adapter and have spans of content."""
+    if "request" not in event:
         return event
-    return {**event, "request": {**event["request"], "extra_keys": [f"adapter:{adapter}"]}}
+    request = {**event["request"], "spans": content_spans(event["request"])}
+    if (adapter := request.get("adapter")) is not None:
+        request["extra_keys"] = [f"adapter:{adapter}"]
+    return {**event, "request": request}
+
+
+def encoder_options(config: Record) -> dict[str, int] | None:
+    """What a replay makes the encoder's budget from; None: the case has none."""
+    if config.get("encoder_cache_size") is None:
+        return None
+    return {
+        "max_outputs": config["encoder_budget"],
+        "max_kept": config["encoder_cache_size"],
+        "divides": int(config["chunked_media"]),
+        "num_ahead": int(config["drop_last_matched_block"]),
+    }
+
+
+def content_spans(prompt: Record) -> list[Record]:
+    """The fields of the spans of a prompt, or of what a turn adds to one."""
+    return [
+        {
+            "start": item["offset"],
+            "num_tokens": item["length"],
+            "key": f"media:{item['hash']}",
+            "tokens": tuple(index for index, flag in enumerate(item.get("embeds", ())) if not flag),
+        }
+        for item in prompt.get("media", ())
+    ]
 
 
 def _as_event(update: Record) -> Record:

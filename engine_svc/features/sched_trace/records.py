@@ -209,7 +209,8 @@ def read_segment(record: Record) -> InputSegment:
 
 
 def _read_spans(record: Record) -> tuple[ContentSpan, ...]:
-    return tuple(ContentSpan(**span) for span in record.get("spans", ()))
+    spans = record.get("spans", ())
+    return tuple(ContentSpan(**{**span, "tokens": tuple(span.get("tokens", ()))}) for span in spans)
 
 
 def _sampling_record(sampling: SamplingParams) -> Record:

@@ -20,6 +20,7 @@ from engine_svc.core.extras import Extra, ExtraCodec, Extras, Parameters, Unknow
 from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult, TokenLogprobs
 from engine_svc.features.adapters.extras import Pins
 from engine_svc.features.forward_outputs.extras import ForwardOutputs, PositionRun
+from engine_svc.features.media.extras import EncoderWork, RowItems
 from engine_svc.features.penalties.extras import Penalties
 from engine_svc.features.prompt_embeds.extras import PromptEmbeds
 from engine_svc.features.prompt_logprobs.extras import PromptLogprobs, PromptLogprobSpec, PromptRun
@@ -75,6 +76,11 @@ LIMITED: dict[type, st.SearchStrategy[Any]] = {
         end_token_ids=st.lists(ids, min_size=1, max_size=3).map(tuple),
     ),
     PromptEmbeds: embeddings(),
+    EncoderWork: st.builds(
+        EncoderWork,
+        rows=st.lists(st.builds(RowItems, st.text(), some_ids.map(tuple)), max_size=3).map(tuple),
+        evicted=st.lists(st.text(), max_size=3).map(tuple),
+    ),
     PromptLogprobSpec: st.builds(
         PromptLogprobSpec, num_top=st.integers(-1, 1 << 30), token_ids=some_ids.map(tuple)
     ),

@@ -41,7 +41,7 @@ def lines_of(records: list[Record]) -> list[bytes]:
 
 
 def test_what_the_kv_of_a_segment_depends_on_is_in_its_record():
-    spans = (ContentSpan(1, 2, "image"),)
+    spans = (ContentSpan(1, 2, "image"), ContentSpan(4, 3, "tiles", tokens=(1,)))
     segment = InputSegment([1, 2, 3], SamplingParams(3), spans=spans)
     assert read_segment(json.loads(encode(segment_record(segment, ())))) == segment
 
