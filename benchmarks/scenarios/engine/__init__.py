@@ -61,7 +61,8 @@ _RECORDS = {
     },
 }
 _WARM_UP = Job([16, 16], 8, seed=0)
-_WARM_UP_TOKENS = 4  # of a request of each workload
+# Of each request of a workload, at most: whole jobs of long prompts take minutes.
+_WARM_UP_PROMPT, _WARM_UP_TOKENS = 128, 4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -194,7 +195,8 @@ def _run_cell(
 ) -> list[Row]:
     """One row a contestant: they take turns, so that what else runs on the machine slows all of them."""
     # Not counted: it touches memory for the first time.
-    warm_up = replace(job, num_output_tokens=_WARM_UP_TOKENS, seed=next(seeds))
+    lengths = [min(length, _WARM_UP_PROMPT) for length in job.prompt_lengths]
+    warm_up = replace(job, prompt_lengths=lengths, num_output_tokens=_WARM_UP_TOKENS, seed=next(seeds))
     for contestant in contestants:
         contestant.do(warm_up)
     measured = [_Measured() for _ in contestants]
