@@ -47,9 +47,15 @@ class StallTimer:
         self._value: object = None
         self._stalled_s = 0.0
 
-    def look(self, value: object, now: float) -> float:
-        """How long `value` has been seen unchanged. Called every `tick_s` or so."""
+    def look(self, value: object, now: float, since: float | None = None) -> float:
+        """How long `value` has been seen unchanged. Called every `tick_s` or so.
+
+        since: when it became what it is, if that is known: the time up to the look that finds it counts, too.
+        """
         passed_s = 0.0 if self._looked_at is None else min(now - self._looked_at, self._longest_tick_s)
-        self._stalled_s = self._stalled_s + passed_s if value == self._value else 0.0
+        if value == self._value:
+            self._stalled_s += passed_s
+        else:
+            self._stalled_s = 0.0 if since is None else max(0.0, min(passed_s, now - since))
         self._looked_at, self._value = now, value
         return self._stalled_s

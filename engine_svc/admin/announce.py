@@ -170,7 +170,7 @@ def heartbeat(engine: ServedEngine, loop_stats: LoopStats) -> session_pb2.Heartb
         step_number=loop_stats.step_number, has_work=loop_stats.has_work, state=state(engine)
     )
     if loop_stats.step_started_at is not None:
-        message.step_started_age_ms = max(0, int((engine.clock.now() - loop_stats.step_started_at) * 1000))
+        message.step_started_age_ms = int(engine.step_age_s(loop_stats) * 1000)
         message.step_budget_ms = int(loop_stats.step_budget_s * 1000)
     if engine.lifecycle.state is EngineState.LOADING:
         message.load_progress.CopyFrom(load_progress(engine.progress))

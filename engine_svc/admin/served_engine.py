@@ -18,11 +18,11 @@ from engine_svc.convert.feature import WireFeatures
 from engine_svc.core.artifacts import Artifact
 from engine_svc.core.facts import EngineFacts, EngineIdentity, LoadProgress
 from engine_svc.loop.answer import give
-from engine_svc.loop.mailbox import Call, Inbox, KVEventLog, StatsSnapshot
+from engine_svc.loop.mailbox import Call, Inbox, KVEventLog, LoopStats, StatsSnapshot
 from engine_svc.loop.pause import RunState
 from engine_svc.tensors.source import TensorReceiver
 from triptych.engine.v1 import utility_pb2
-from triptych_kit.clock import Clock
+from triptych_kit.clock import Clock, StallTimer
 from triptych_kit.errors import DeadlineExceeded, Internal, ServiceError, Unavailable, Unimplemented
 from triptych_kit.telemetry.metrics import Metrics
 
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+HEARTBEAT_S = 0.5  # between two heartbeats to frontends
 # How often a waiting call checks whether the engine has ended.
 _LOOK_S = 0.5
 
@@ -120,12 +121,23 @@ class ServedEngine:
     num_fenced_commands: int = 0  # commands refused because a newer coordinator has replaced the sender
     on_rank_status: list[Callable[[RankStatus], None]] = field(default_factory=list)
     on_member: list[Callable[[bool], None]] = field(default_factory=list)  # called when `is_member` changes
+    step_timer: StallTimer = field(default_factory=lambda: StallTimer(HEARTBEAT_S))
 
     @property
     def run_state(self) -> RunState:
         """Whether the engine runs its requests, or is paused or asleep at an operator's request."""
         controls = None if self.core is None else self.core.controls
         return RunState.RUNNING if controls is None else controls.pause_controller.state
+
+    def step_age_s(self, stats: LoopStats) -> float:
+        """How long the step or call of `stats` has been running; 0 while neither runs.
+
+        Called for each heartbeat, and counts from one to the next: not while this process is stopped, as the
+        step does not run then either.
+        """
+        step, started_at = (stats.step_number, stats.step_started_at), stats.step_started_at
+        age_s = self.step_timer.look(step, self.clock.now(), started_at)
+        return 0.0 if started_at is None else age_s
 
     def become_ready(self, core: LoadedCore) -> None:
         """Record that the model is loaded. Has no effect if the process is already ending.

@@ -12,7 +12,7 @@ import grpc.aio
 
 from engine_svc.admin import announce
 from engine_svc.admin.lifecycle import EngineState
-from engine_svc.admin.served_engine import ServedEngine
+from engine_svc.admin.served_engine import HEARTBEAT_S, ServedEngine
 from engine_svc.admin.watch import SchedulerWatchers
 from engine_svc.adoption.orphaned_requests import OrphanedRequests
 from engine_svc.core.facts import SCHEMA_REVISION
@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 FULL_NAME: str = engine_pb2.DESCRIPTOR.services_by_name["EngineCoreService"].full_name
 ADMIN_NAME: str = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 
-_HEARTBEAT_S = 0.5
 _HANDSHAKE_S = 10.0
 _MAX_KV_SUBSCRIPTIONS = 16
 # Sessions without a stream. Beyond this limit the one that lost its stream first is ended.
@@ -251,11 +250,13 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
     async def beat_forever(self) -> None:
         """Send heartbeats to every session, also while the engine loop is blocked."""
         while True:
-            await asyncio.sleep(_HEARTBEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
             self.beat()
 
     def beat(self) -> None:
         """Send every session one heartbeat, and cut off slow subscribers."""
+        # Also while no session has a stream: the first one that does gets the whole age of the step.
+        self._engine.step_age_s(self._engine.stats_snapshot.read())
         for session in self._sessions:
             session.beat()
         for subscription in self._kv_subscriptions:

@@ -32,6 +32,13 @@ def test_an_unchanged_value_has_been_seen_since_the_look_that_found_it():
     assert [timer.look("b", now) for now in (13.0, 14.0)] == [0.0, 1.0]
 
 
+def test_the_time_before_the_look_that_finds_a_value_counts_where_it_is_known():
+    timer = StallTimer(1.0)
+    assert timer.look("a", 10.0, 8.0) == 0.0
+    assert [timer.look("b", 11.0, 10.75), timer.look("b", 12.0, 10.75)] == [0.25, 1.25]
+    assert timer.look("c", 86_400.0, 13.0) == 2.0
+
+
 def test_of_a_gap_between_two_looks_only_two_ticks_count():
     timer = StallTimer(1.0)
     assert [timer.look("a", now) for now in (0.0, 86_400.0, 86_401.0)] == [0.0, 2.0, 3.0]

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import grpc.aio
 
+from engine_svc.admin import announce
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import Failure
 from engine_svc.core.artifacts import read_artifacts
-from engine_svc.loop.mailbox import Fail
+from engine_svc.loop.mailbox import Fail, LoopStats
 from engine_svc.ranks.watch import RankLost
 from tests.engine_svc.fakes import expected_tokens
 from tests.engine_svc.session.service_rig import (
@@ -28,6 +29,7 @@ from tests.engine_svc.session.service_rig import (
     session_id_of,
 )
 from triptych.engine.v1 import engine_pb2, session_pb2
+from triptych_kit.clock import FakeClock
 
 
 async def test_heartbeats_come_while_the_executor_is_blocked():
@@ -46,6 +48,29 @@ async def test_heartbeats_come_while_the_executor_is_blocked():
         assert heartbeat.state == session_pb2.ENGINE_STATE_READY
         rig.executor.gate.set()
         await client.until_ended(1)
+
+
+async def test_the_age_of_a_step_is_without_the_time_in_which_the_process_was_stopped():
+    rig, clock = ServiceRig(), FakeClock()
+    rig.engine.clock = clock
+
+    def age_ms(passed_s: float, step_number: int, started_at: float | None) -> int:
+        clock.advance(passed_s)
+        rig.engine.stats_snapshot.post(
+            LoopStats(step_number=step_number, step_started_at=started_at, step_budget_s=5.0, has_work=True)
+        )
+        rig.servicer.beat()
+        return announce.heartbeat(rig.engine, rig.engine.stats_snapshot.read()).step_started_age_ms
+
+    ages_ms = [age_ms(0.5, 0, None), age_ms(0.5, 1, 0.75), age_ms(0.5, 1, 0.75)]
+    # It was stopped for an hour, in a step and just after the beginning of one.
+    ages_ms += [
+        age_ms(3600.0, 1, 0.75),
+        age_ms(0.5, 1, 0.75),
+        age_ms(3600.0, 2, 3602.25),
+        age_ms(0.5, 2, 3602.25),
+    ]
+    assert ages_ms == [0, 250, 750, 1750, 2250, 1000, 1500]
 
 
 async def test_a_loop_that_raises_says_dead_to_every_session_with_what_is_lost():
