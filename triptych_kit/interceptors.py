@@ -54,6 +54,8 @@ TRACE_ID_KEY = "x-trace-id"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # How long a client may take to end its stream before it gets the error that its call is refused with.
 _REFUSED_GRACE_S = 0.2
+# How long after a failed write the cancellation that made it fail may arrive.
+_CANCEL_LAG_S = 1.0
 # A client's deadline starts when it sends, so it ends the call slightly before the deadline is over here.
 _DEADLINE_LEAD_S = 0.05
 # Checking and parsing a smaller message takes a few milliseconds at most.
@@ -210,7 +212,7 @@ def _guarded_handler(
             note_call(context.peer())
         trace_id = join_trace(metadata.get("traceparent", ""), method)
         bind_log_fields(request_id=call.request_id, trace_id=trace_id)
-        async with _guard(call, context, authenticator):
+        async with _guard(call, context, authenticator), _awaiting_cancellation():
             # Sent at once, so that refused and unanswered calls can be found in logs and traces.
             await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id), (TRACE_ID_KEY, trace_id)))
             try:
@@ -300,6 +302,17 @@ async def _write_all(responses: AsyncGenerator[Any, None], context: Any, opened:
         async for response in responses:
             with opened.writing():
                 await context.write(response)
+
+
+@contextlib.asynccontextmanager
+async def _awaiting_cancellation() -> AsyncGenerator[None, None]:
+    """Around a call: let it be cancelled where a write has failed because its client has ended it."""
+    try:
+        yield
+    except grpc.aio.InternalError:
+        # gRPC cancels the task of such a call, but the write may fail before that.
+        await asyncio.sleep(_CANCEL_LAG_S)
+        raise
 
 
 @contextlib.asynccontextmanager

@@ -223,6 +223,28 @@ async def test_a_handler_learns_at_once_that_its_client_is_gone(caplog: pytest.L
     assert [record.code for record in access_lines(caplog)] == ["CANCELLED"]
 
 
+async def test_a_client_that_leaves_during_a_write_has_cancelled(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    is_closed = asyncio.Event()
+
+    async def endless(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield bytes(1024 * 1024)
+        finally:
+            is_closed.set()
+
+    async with serving([FakeService(stream=endless).register()]) as (_, channel):
+        for _ in range(20):
+            call = channel.unary_stream(f"/{SERVICE_NAME}/Stream")(b"")
+            await call.read()
+            call.cancel()
+            await asyncio.wait_for(is_closed.wait(), 5)
+            is_closed.clear()
+    assert [record.code for record in access_lines(caplog)] == ["CANCELLED"] * 20
+    assert "incident" not in caplog.messages
+
+
 async def test_a_deadline_ends_the_handler(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     service = FakeService()
