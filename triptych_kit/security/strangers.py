@@ -66,6 +66,7 @@ _FIRST_LOOKS_FOR_S = 3.0
 _WHOLE_LOOK_S = 1.0  # between looks at descriptors that were something else before
 _RELEASE_S = 2.0
 _RELEASES_FOR_S = 20.0  # after
+_LONGEST_DELAY_S = 60.0  # of a release after connections of HTTP
 _MANY_REFUSED = 32  # calls and connections
 _DESCRIPTORS = "/proc/self/fd"
 _MEMORY = "/proc/self/statm"
@@ -122,7 +123,7 @@ class Releases:
     """When memory is collected, which keeps all threads waiting for 0.1 s and more.
 
     Every two seconds while calls are refused and until 20 s later; after connections of HTTP, which leave
-    little, once when no more are closed.
+    little, once when no more are closed, or a minute after there were enough of them.
     """
 
     num_refused: int = 0
@@ -130,6 +131,7 @@ class Releases:
     num_closed: int = 0
     closed_at: float = float("-inf")
     num_closed_before: int = 0  # the newest release
+    few_at: float = float("-inf")  # when too few for a release had been closed last
     released_at: float = float("-inf")
 
     def is_due(self, num_refused: int, num_closed: int, now: float) -> bool:
@@ -138,8 +140,10 @@ class Releases:
             self.num_refused, self.until = num_refused, now + _RELEASES_FOR_S
         if num_closed != self.num_closed:
             self.num_closed, self.closed_at = num_closed, now
-        is_over = now - self.closed_at > _RELEASE_S and num_closed - self.num_closed_before >= _MANY_REFUSED
-        is_due = is_over or self.released_at + _RELEASE_S < now < self.until
+        if num_closed - self.num_closed_before < _MANY_REFUSED:
+            self.few_at = now
+        is_over = now - self.closed_at > _RELEASE_S or now - self.few_at > _LONGEST_DELAY_S
+        is_due = (is_over and self.few_at < now) or self.released_at + _RELEASE_S < now < self.until
         if is_due:
             self.released_at, self.num_closed_before = now, num_closed
         return is_due

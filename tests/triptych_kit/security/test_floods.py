@@ -39,6 +39,12 @@ def test_memory_is_collected_during_refused_calls_and_once_after_connections():
     assert [now for now in range(40, 60) if releases.is_due(40, 50 * min(now, 50), float(now))] == [53]
 
 
+def test_connections_that_never_stop_put_off_a_collection_for_a_minute_at_most():
+    releases = strangers.Releases()
+    # One each second: there are enough of them after 32, 124 and 216 s.
+    assert [now for now in range(300) if releases.is_due(0, now, float(now))] == [92, 184, 276]
+
+
 @pytest.mark.parametrize("sent", [b"", PREFACE[:8], PREFACE])
 async def test_a_connection_that_does_not_begin_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(limits, "_HANDSHAKE_MS", 300)
