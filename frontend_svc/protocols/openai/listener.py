@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import functools
 import logging
 import math
@@ -16,7 +17,7 @@ from typing import Any
 import uvicorn
 
 from frontend_svc.protocols.openai.connection import ConnectionLimits, Connections, LimitedConnection
-from triptych_kit.addresses import bind_socket, check_address, join_address, split_address
+from triptych_kit.addresses import AddressError, bind_socket, check_address, join_address, split_address
 from triptych_kit.security.listeners import OPEN_LISTENERS, ListenerSecurity
 from triptych_kit.security.refusals import Refusals
 
@@ -46,8 +47,7 @@ class _Server(uvicorn.Server):
             await loop.create_server(
                 make, sock=bound, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=limit_s
             )
-            for listening in sockets or ()
-            for bound in (listening, *(listening.dup() for _ in range(_NUM_ACCEPTED_AT_ONCE - 1)))
+            for bound in sockets or ()
         ]
         self.started = True
 
@@ -108,7 +108,8 @@ class HTTPListener:
         check_address(self._listen, shares_port=self._shares_port)
         bound = bind_socket(self._listen, shares_port=self._shares_port, backlog=_BACKLOG)
         bound.setblocking(False)
-        self._serving = asyncio.ensure_future(self._server.serve(sockets=[bound]))
+        handles = _handles_of(bound, self._listen)
+        self._serving = asyncio.ensure_future(self._server.serve(sockets=handles))
         while not self._server.started:
             if self._serving.done():
                 await self._serving
@@ -139,6 +140,20 @@ class HTTPListener:
         while True:
             await asyncio.sleep(_SWEEP_S)
             self._connections.sweep(loop.time())
+
+
+def _handles_of(bound: socket.socket, listen: str) -> list[socket.socket]:
+    """A listening socket and its duplicates. AddressError, and all are closed, if too many files are open."""
+    try:
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(bound)
+            duplicates = [opened.enter_context(bound.dup()) for _ in range(_NUM_ACCEPTED_AT_ONCE - 1)]
+            opened.pop_all()
+    except OSError as error:
+        raise AddressError(
+            error.errno or errno.EINVAL, f"address {listen} cannot be listened on: {error.strerror or error}"
+        ) from error
+    return [bound, *duplicates]
 
 
 def _connections(limits: ConnectionLimits, always_served: Collection[str], refusals: Refusals) -> Connections:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import resource
 import socket
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from frontend_svc.protocols.openai.connection import ConnectionLimits, StrictCon
 from frontend_svc.protocols.openai.listener import HTTPListener
 from tests.certificates import CertificateAuthority
 from tests.frontend_svc.protocols.raw_http import RawConnection, connected, exchange, post, until
+from triptych_kit.addresses import AddressError
 from triptych_kit.call_turns import CallTurns
 from triptych_kit.clock import FakeClock
 from triptych_kit.security.authenticator import Authenticator
@@ -111,6 +113,24 @@ async def drip(connection: RawConnection, content: bytes, interval_s: float = 0.
         while not connection.reader.at_eof():
             connection.writer.write(content)
             await asyncio.sleep(interval_s)
+
+
+async def test_a_listener_without_enough_descriptors_is_refused_and_keeps_none():
+    listener = HTTPListener("127.0.0.1:0", App())
+    with socket.socket() as first, socket.socket() as second:
+        lowest = first.fileno(), second.fileno()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # There is one for the listening socket, and none for a duplicate.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(lowest), limits[1]))
+    try:
+        with pytest.raises(
+            AddressError, match=r"address 127\.0\.0\.1:0 cannot be listened on: Too many open"
+        ):
+            await listener.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with socket.socket() as first, socket.socket() as second:
+        assert (first.fileno(), second.fileno()) == lowest
 
 
 async def test_a_handshake_that_does_not_end_ends_its_connection(tmp_path: Path):
