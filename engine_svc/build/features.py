@@ -23,7 +23,9 @@ def wire_features(config: EngineConfig) -> WireFeatures:
     # Imported here: a rank, and a machine that only runs models, has no gRPC.
     from engine_svc.convert.feature import ParametersOfAdd, WireFeatures, stage_parameters
 
-    return WireFeatures([*_make("wire", config), ParametersOfAdd(stage_parameters())])
+    parameters = stage_parameters()
+    last = [ParametersOfAdd(parameters)] if parameters else []
+    return WireFeatures([*_make("wire", config), *last])
 
 
 def scheduler_features(config: EngineConfig, context: SchedulerContext) -> Sequence[SchedulerFeature]:

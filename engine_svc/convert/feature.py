@@ -13,6 +13,7 @@ from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.tensors.source import TensorSource
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2, step_pb2
+from triptych_kit.config import ConfigError
 from triptych_kit.field_checks import unserved
 from triptych_kit.rules import passed_on_fields
 
@@ -63,7 +64,7 @@ class Parsed:
 class WireFeature:
     """One feature on the asyncio side. Override what it needs."""
 
-    # Of the ADD, those of its sampling parameters with "sampling." in front. `parse` needs one that is set.
+    # Of the ADD, those of its sampling parameters with "sampling." in front. `parse` is called if one is set.
     fields: Sequence[str] = ()
     takes_tensors: bool = False
     message: str = ""  # the field of a ConnectRequest that `read` takes; it names its request by `handle`
@@ -113,9 +114,14 @@ def stage_parameters() -> list[str]:
 
 
 class WireFeatures:
-    """The features of an engine, in the order of application."""
+    """The features of an engine, in the order of application.
+
+    Raises ConfigError for one whose `parse` would never be called.
+    """
 
     def __init__(self, features: Sequence[WireFeature] = ()) -> None:
+        for feature in features:
+            _check_fields(feature)
         self._features = tuple(features)
         self._writers = {feature.writes: feature for feature in features if feature.writes is not None}
         self._readers = {feature.message: feature for feature in features if feature.message}
@@ -188,6 +194,19 @@ class WireFeatures:
     def report(self, stats: session_pb2.Stats) -> None:
         for feature in self._features:
             feature.report(stats)
+
+
+def _check_fields(feature: WireFeature) -> None:
+    kind = type(feature)
+    name = f"the feature {kind.__module__}.{kind.__qualname__}"
+    if kind.parse is not WireFeature.parse and not feature.fields:
+        raise ConfigError(
+            f"{name} has no `fields`, and its `parse` is called for an ADD that sets one of them alone"
+        )
+    for field in feature.fields:
+        message = sampling_pb2.SamplingParams if field.startswith(_SAMPLING) else add_pb2.AddEntry
+        if field.removeprefix(_SAMPLING) not in message.DESCRIPTOR.fields_by_name:
+            raise ConfigError(f"{name} reads {field!r}, which is no field of {message.DESCRIPTOR.full_name}")
 
 
 def to_us(seconds: float) -> int:

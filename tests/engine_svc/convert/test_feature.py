@@ -16,6 +16,7 @@ from tests.engine_svc.request_options import make_wire_features
 from tests.engine_svc.session.service_rig import make_entry, make_facts
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2, session_pb2, step_pb2
+from triptych_kit.config import ConfigError
 from triptych_kit.errors import Unimplemented
 
 
@@ -101,7 +102,7 @@ def test_a_field_with_presence_is_refused_even_if_it_is_empty():
 )
 def test_a_sampling_parameter_that_no_feature_reads_is_refused_by_name(name: str, value: object):
     entry = make_entry(1, **{name: value})
-    assert refused_field(entry, Reading(fields=[name])) == name
+    assert refused_field(entry, Reading()) == name
     to_request(entry, Reading(fields=[f"sampling.{name}"]))
 
 
@@ -130,6 +131,18 @@ def test_a_feature_is_asked_of_those_adds_alone_that_set_one_of_its_fields():
     for entry in (make_entry(1), entry_with(adapter="a"), make_entry(1, min_p=0.5)):
         to_request(entry, of_entry, of_sampling)
     assert (len(of_entry.seen), len(of_sampling.seen)) == (1, 1)
+
+
+def test_a_feature_that_would_never_be_asked_is_refused():
+    kind = r"the feature tests\.engine_svc\.convert\.test_feature\.Reading"
+    with pytest.raises(ConfigError, match=rf"^{kind} has no `fields`, and its `parse`"):
+        WireFeatures([Reading(fields=())])
+    for name, message in (
+        ("min_p", r"engine\.v1\.AddEntry"),
+        ("sampling.minp", r"common\.v1\.SamplingParams"),
+    ):
+        with pytest.raises(ConfigError, match=rf"reads '{name}', which is no field of triptych\.{message}$"):
+            WireFeatures([Reading(fields=[name])])
 
 
 def test_a_later_feature_reads_the_prompt_as_earlier_ones_changed_it():
