@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         rows = _compare(options)
-    except (MeasureFailed, LineProcessFailed) as error:
+    except MeasureFailed as error:
         print(error, file=sys.stderr)
         return 2
     columns = ("metric", "base", "head", "ratio", "low", "high", "falls_short")
@@ -149,12 +149,23 @@ def _compare(options: argparse.Namespace) -> list[Row]:
 
         measures: list[_Measure] = [lambda checkout: run_turn(scenario, turn_of(checkout))]
         if scenario.cells:
-            living = {
-                each: stack.enter_context(CellProcess(scenario, turn_of(each))) for each in (base, head)
-            }
+            living: dict[Checkout, CellProcess] = {}
+            for each in (base, head):
+                with _named(each):
+                    living[each] = stack.enter_context(CellProcess(scenario, turn_of(each)))
             measures = [partial(_measure_cell, living, cell) for cell in scenario.cells]
         comparisons = alternate(measures, base, head, options.rounds, scenario.higher_is_better)
     return [comparison.row(options.bound, options.seed) for comparison in comparisons]
+
+
+@contextmanager
+def _named(checkout: Checkout) -> Iterator[None]:
+    """Errors name the version that could not be measured."""
+    try:
+        yield
+    except (MeasureFailed, LineProcessFailed) as error:
+        version = " ".join((checkout.name, *checkout.options))
+        raise MeasureFailed(f"{version}: {error}") from error
 
 
 def _measure_cell(living: Mapping[Checkout, CellProcess], cell: str, checkout: Checkout) -> Metrics:
@@ -173,12 +184,14 @@ def alternate(
     head_rounds: list[Metrics] = []
     # The first turns are not counted: they read files for the first time.
     for checkout, measure in itertools.product((base, head), measures):
-        measure(checkout)
+        with _named(checkout):
+            measure(checkout)
     for round_index in range(num_rounds):
         turns = [(base, Metrics()), (head, Metrics())]
         for measure in measures:
             for checkout, metrics in turns if round_index % 2 == 0 else reversed(turns):
-                metrics |= measure(checkout)
+                with _named(checkout):
+                    metrics |= measure(checkout)
         for rounds, (_, metrics) in zip((base_rounds, head_rounds), turns, strict=True):
             rounds.append(metrics)
         print(
@@ -203,8 +216,13 @@ def alternate(
 class CellProcess(LineProcess):
     """The process of a checkout that measures one cell at a time."""
 
-    def __init__(self, scenario: Scenario, turn: Turn) -> None:
-        super().__init__(scenario.command(turn), environment=_environment(turn), folder=turn.checkout)
+    def __init__(self, scenario: Scenario, turn: Turn, *, answer_s: float = _TURN_LIMIT_S) -> None:
+        super().__init__(
+            scenario.command(turn),
+            environment=_environment(turn),
+            folder=turn.checkout,
+            answer_s=answer_s,
+        )
         self._seeds = itertools.count()
 
     def measure(self, cell: str) -> Metrics:

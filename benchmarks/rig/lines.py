@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -17,14 +19,18 @@ Line = dict[str, Any]
 _REPOSITORY = Path(__file__).resolve().parent.parent.parent
 _END_S = 30.0
 _NICENESS = 19
+_READ_BYTES = 64 * 1024
 
 
 class LineProcessFailed(Exception):
-    """A process ended before it had answered."""
+    """A process ended, or reached its limit, before it had answered."""
 
 
 class LineProcess:
-    """A process of a measurement. Its first line is there before the constructor returns: `facts`."""
+    """A process of a measurement. Its first line is there before the constructor returns: `facts`.
+
+    answer_s: limit of the time until its first line, and of each answer; then it is killed.
+    """
 
     def __init__(
         self,
@@ -33,14 +39,15 @@ class LineProcess:
         environment: Mapping[str, str] | None = None,
         cores: set[int] | None = None,
         end_s: float = _END_S,
+        answer_s: float | None = None,
         folder: Path = _REPOSITORY,
     ) -> None:
-        self._name, self._end_s = " ".join(command), end_s
+        self._name, self._end_s, self._answer_s = " ".join(command), end_s, answer_s
+        self._unread = b""
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
             cwd=folder,
             env={**os.environ, **(environment or {})},
             # Threads that libraries start at their import inherit the cores.
@@ -76,7 +83,7 @@ class LineProcess:
         """The answer to one command. Raises LineProcessFailed."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(command) + "\n")
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
             raise LineProcessFailed(f"{self._name} has ended") from error
@@ -85,11 +92,24 @@ class LineProcess:
     def _read(self) -> Line:
         """The next line that is an answer: peers print other things too."""
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                answer: Line = json.loads(line)
-                return answer
-        raise LineProcessFailed(f"{self._name} ended with {self._process.wait()} and gave no answer")
+        limit_s = self._answer_s
+        ends_at = None if limit_s is None else time.monotonic() + limit_s
+        while True:
+            line, has_ended, rest = self._unread.partition(b"\n")
+            if has_ended:
+                self._unread = rest
+                if line.startswith(b"{"):
+                    answer: Line = json.loads(line)
+                    return answer
+                continue
+            left_s = None if ends_at is None else max(0.0, ends_at - time.monotonic())
+            if not select.select([self._process.stdout], [], [], left_s)[0]:
+                self._process.kill()
+                raise LineProcessFailed(f"{self._name} gave no answer within {limit_s:g} s")
+            data = os.read(self._process.stdout.fileno(), _READ_BYTES)
+            if not data:
+                raise LineProcessFailed(f"{self._name} ended with {self._process.wait()} and gave no answer")
+            self._unread += data
 
 
 def module(name: str, *arguments: str) -> list[str]:

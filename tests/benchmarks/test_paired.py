@@ -110,6 +110,22 @@ def test_an_option_of_one_version_reaches_its_engine_alone(capsys: pytest.Captur
     assert "scheduler takes no options of an engine" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("num_answers", [0, 1])
+def test_a_living_process_that_hangs_is_an_error_that_names_its_version(
+    num_answers: int, tmp_path: Path
+) -> None:
+    program = f"import sys; print('{{}}\\n' * {num_answers}, flush=True); [each for each in sys.stdin]"
+    scenario = Scenario(lambda turn: [sys.executable, "-c", program], higher_is_better=True)
+    turn = Turn(tmp_path, tmp_path, tmp_path / "report.json", core=0)
+
+    def measure(checkout: Checkout) -> Metrics:
+        with CellProcess(scenario, turn, answer_s=0.5) as process:
+            return process.measure("64")
+
+    with pytest.raises(MeasureFailed, match=r"^base: .* gave no answer within 0\.5 s$"):
+        alternate([measure], BASE, HEAD, 1, higher_is_better=True)
+
+
 def test_a_command_that_fails_is_an_error_with_its_output(tmp_path: Path) -> None:
     scenario = Scenario(
         lambda turn: [sys.executable, "-c", "raise SystemExit('broken')"], higher_is_better=True
