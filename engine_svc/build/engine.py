@@ -526,7 +526,7 @@ def _scheduler_config(config: EngineConfig, side: RunnerSide) -> SchedulerConfig
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         enable_chunked_prefill=config.enable_chunked_prefill and has_kv,
-        enable_common_prefix=config.enable_common_prefix,
+        enable_common_prefix=config.enable_common_prefix and side.model.reads_common_blocks,
         long_prefill_token_threshold=config.long_prefill_token_threshold if has_kv else 0,
         prefill_share=config.prefill_share,
         holds_idle=config.idle_sessions == "hold",

@@ -86,6 +86,7 @@ class ModelFacts:
     dtype: str  # "float32", "bfloat16" or "float16"
     num_parameters: int  # of the whole model, or of this rank's share
     weights_digest: str  # sha256 over config.json, the safetensors headers, the file sizes and the dtype
+    reads_common_blocks: bool = False  # attention uses StepPlan.num_common_blocks
     hidden_size: int = 0  # of the input embeddings; 0 where the model takes none
     state_size: int = 0  # of hidden states that logits are computed from; 0 of a forward that returns none
     tasks: tuple[str, ...] = (GENERATE,)

@@ -359,6 +359,7 @@ class Ops:
     name: str
     is_batch_invariant: bool  # a token's result depends on no other row and not on how a prompt was chunked
     needs_clean_blocks: bool  # masked positions must hold finite numbers
+    reads_common_blocks: bool  # attention uses num_common_blocks of a batch
     activations: tuple[str, ...]  # how rows may be multiplied with quantized weights, the fastest first
     pack_linear: PackLinear
     pack_gated_linear: PackGatedLinear

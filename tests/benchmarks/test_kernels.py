@@ -36,6 +36,7 @@ def test_every_op_of_the_table_is_measured():
         "name",
         "is_batch_invariant",
         "needs_clean_blocks",
+        "reads_common_blocks",
         "activations",
         "look_up",
         "put_together",

@@ -199,7 +199,8 @@ def _load(
     dtype = _choose_dtype(options.dtype, config, reader)
     reader.set_dtype(dtype)
     # On a CPU the reference ops compute half precision.
-    is_invariant = ops.is_batch_invariant and not (device.type == "cpu" and dtype is torch.float16)
+    has_kernels = not (device.type == "cpu" and dtype is torch.float16)
+    is_invariant = ops.is_batch_invariant and has_kernels
     name = str(dtype).removeprefix("torch.")
     if not is_invariant:
         cure = "auto or off" if not ops.is_batch_invariant else "another dtype, auto or off"
@@ -213,6 +214,7 @@ def _load(
         dtype=name,
         num_parameters=0,
         weights_digest=weights_digest(folder, reader.files, dtype, reader.replaced),
+        reads_common_blocks=ops.reads_common_blocks and has_kernels,
         tasks=(GENERATE,) if pooling is None else pooling.tasks,
     )
     model: NativeDecoder | TransformersModel | EncoderModel

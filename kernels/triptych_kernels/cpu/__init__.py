@@ -43,6 +43,7 @@ def native_ops(widest: str = "amx") -> Ops | None:
         name=_NAMES[isa.name],
         is_batch_invariant=True,
         needs_clean_blocks=False,
+        reads_common_blocks=True,
         activations=("int8", "exact"),
         pack_linear=functools.partial(linear.pack_linear, isa),
         pack_gated_linear=functools.partial(linear.pack_gated_linear, isa),

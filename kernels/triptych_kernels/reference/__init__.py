@@ -23,6 +23,7 @@ REFERENCE = Ops(
     name="reference",
     is_batch_invariant=False,
     needs_clean_blocks=True,
+    reads_common_blocks=False,
     activations=("exact",),
     pack_linear=pack_linear,
     pack_gated_linear=pack_gated_linear,

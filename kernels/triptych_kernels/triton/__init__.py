@@ -38,6 +38,7 @@ def triton_ops(*, deterministic: bool = False) -> Ops:
         name="triton-deterministic" if deterministic else "triton",
         is_batch_invariant=deterministic,
         needs_clean_blocks=False,
+        reads_common_blocks=False,
         activations=("exact",),
         pack_linear=functools.partial(pack_linear, deterministic=deterministic),
         pack_gated_linear=functools.partial(pack_gated_linear, deterministic=deterministic),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib
 import json
 import logging
 import random
@@ -345,6 +346,25 @@ def test_of_an_engine_that_cannot_be_built_nothing_is_left_running(llama, num_st
 def test_an_engine_knows_what_its_operator_says_of_it(llama):
     config = EngineConfig(model=str(llama), label=("zone=a", "rack=7"))
     assert build_served_engine(config).identity.labels == (("zone", "a"), ("rack", "7"))
+
+
+SCHEDULER_CONFIGS = """
+SEEN = []
+
+def make(config, context):
+    SEEN.append(context.scheduler_config)
+"""
+
+
+def test_common_blocks_are_counted_where_kernels_read_them(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(write_feature(tmp_path, "configs", scheduler=SCHEDULER_CONFIGS))
+    # The reference ops compute half precision.
+    for dtype in ("float32", "float16"):
+        Built(EngineConfig(model=str(llama), dtype=dtype, num_kv_blocks=20, num_threads=1))
+    seen = importlib.import_module("feature_configs.scheduler").SEEN
+    assert [config.enable_common_prefix for config in seen] == [True, False]
 
 
 CALLS = """

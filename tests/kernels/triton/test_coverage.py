@@ -13,7 +13,7 @@ from tests.kernels import triton as tests_of_kernels
 from triptych_kernels import Ops
 
 _MIN_SHAPES = 3
-_FACTS = {"name", "is_batch_invariant", "needs_clean_blocks", "activations"}
+_FACTS = {"name", "is_batch_invariant", "needs_clean_blocks", "reads_common_blocks", "activations"}
 # Other ops in a row, for which a recorded step needs no call; rows of weights of codes, which a GPU has not;
 # what files keep of weights that take long to pack.
 _OF_A_CPU = {"fuse_encoder", "fuse_layers", "look_up", "put_together", "take_apart"}
