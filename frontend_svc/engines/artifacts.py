@@ -27,12 +27,14 @@ from frontend_svc.text.tokenize.text_files import TextFiles
 from frontend_svc.text.tokenize.tokenizer import ModelTokenizer
 from frontend_svc.text.workers.workers import TextWorkers
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
-from triptych_kit.errors import ServiceError, Unavailable
+from triptych_kit.errors import Internal, InvalidArgument, ServiceError
 
 logger = logging.getLogger(__name__)
 
 _FETCH_DEADLINE_S = 60.0
 _MAX_FILE_BYTES = 256 * 1024 * 1024
+# Of text workers: files that cannot be read, take too long, or end every worker that reads them.
+_REFUSALS = (InvalidArgument, Internal)
 # The oldest files and tokenizers are evicted first. A frontend rarely sees more than a few models, and models
 # in use hold references to what they need.
 MAX_FILES = 64
@@ -67,8 +69,8 @@ class ArtifactStore:
         self._preparing = asyncio.Lock()
         self._making: dict[str, asyncio.Future[ModelTokenizer]] = {}
         self._tokenizers: dict[str, ModelTokenizer] = {}
-        # Loads by text workers. An event loop alone does not keep a task alive.
-        self._loading_ahead: set[asyncio.Future[str]] = set()
+        # Loads by text workers, by the tokenizer's key: those that go on, and those that workers refused.
+        self._loads: dict[str, asyncio.Future[str]] = {}
 
     async def prepare(self, stub: engine_pb2_grpc.EngineCoreServiceStub) -> None:
         """Make the tokenizer of an engine that is loading, which takes seconds for a large vocabulary.
@@ -117,6 +119,19 @@ class ArtifactStore:
         except ValueError as error:
             raise ArtifactError(f"a file of model {ready.model_name} cannot be read: {error}") from error
 
+    async def until_loaded(self, model: ServedModel) -> None:
+        """Wait until a text worker has loaded the model's tokenizer. Raises ArtifactError where none can."""
+        loading = self._loads.get(model.text_key)
+        if loading is None:
+            return
+        try:
+            await asyncio.shield(loading)
+        except _REFUSALS as error:
+            raise ArtifactError(f"a text worker cannot load the tokenizer: {error}") from error
+        except ServiceError:
+            # Workers end, do not start or have too much to do: all that needs them is refused meanwhile.
+            return
+
     async def _tokenizer(self, contents: Mapping[int, bytes]) -> tuple[str, ModelTokenizer]:
         loop = asyncio.get_running_loop()
         try:
@@ -144,17 +159,18 @@ class ArtifactStore:
             loop = asyncio.get_running_loop()
             tokenizer = await loop.run_in_executor(None, parse_tokenizer, files, self._workers)
             # A worker loads it as well. The first request waits for that, and the model need not.
-            loading = asyncio.ensure_future(self._workers.load(files))
-            self._loading_ahead.add(loading)
-            loading.add_done_callback(self._note_loaded)
+            loading = self._loads[key] = asyncio.ensure_future(self._workers.load(files))
+            loading.add_done_callback(partial(self._note_loaded, key))
+        elif key in self._loads and self._loads[key].done():
+            # Not announced once more before a worker can load it.
+            await self._workers.load(files)
+            self._loads.pop(key, None)
         return self._remember(key, tokenizer)
 
-    def _note_loaded(self, loading: asyncio.Future[str]) -> None:
-        self._loading_ahead.discard(loading)
+    def _note_loaded(self, key: str, loading: asyncio.Future[str]) -> None:
         error = None if loading.cancelled() else loading.exception()
-        # Where workers end or do not start, all that needs them is refused, and they log why.
-        if error is not None and not isinstance(error, Unavailable):
-            logger.error("a text worker cannot load a tokenizer", extra={"error": str(error)})
+        if not isinstance(error, _REFUSALS):
+            self._loads.pop(key, None)
 
     def _note_made(self, key: str, making: asyncio.Future[ModelTokenizer]) -> None:
         del self._making[key]

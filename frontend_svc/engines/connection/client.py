@@ -263,6 +263,8 @@ class EngineClient:
                 # It announces something else than before.
                 self._notify()
             self._become_ready()
+            # Its first requests wait for that as well. An engine whose texts would all fail is not used.
+            await self._artifacts.until_loaded(self.model)
 
     async def _prepare(self, stub: engine_pb2_grpc.EngineCoreServiceStub) -> None:
         """Until the engine is ready: then it does not wait for what others of the store are waiting for."""

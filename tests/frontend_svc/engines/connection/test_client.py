@@ -6,8 +6,10 @@ import asyncio
 import hashlib
 import json
 import logging
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import cast
 
 import grpc
@@ -381,6 +383,63 @@ async def test_an_engine_of_a_contract_that_does_not_fit_is_kept_out_by_name(rev
         f"engine has contract revision {revisions['schema_revision']}, this frontend 1" in client.down_reason
     )
     await client.close()
+    await engine.kill()
+
+
+# A text worker that loads nothing while there is a file of this name.
+REFUSING_WORKER = """
+import sys
+from pathlib import Path
+from frontend_svc.text.workers import process
+
+class LoadedText(process.LoadedText):
+    def __init__(self, *parts):
+        if Path(sys.argv[1]).exists():
+            raise process.TextRefused("no room")
+        super().__init__(*parts)
+
+process.LoadedText = LoadedText
+raise SystemExit(process.main())
+"""
+
+
+async def test_an_engine_is_used_only_where_a_text_worker_can_load_its_tokenizer(tmp_path: Path):
+    refusing = tmp_path / "refusing"
+    refusing.touch()
+    workers = TextWorkers(
+        1, time_limit_s=WAIT_S, command=(sys.executable, "-c", REFUSING_WORKER, str(refusing))
+    )
+    engine, states, changed = FakeEngine(), list[EngineState](), asyncio.Event()
+
+    def note(client: EngineClient) -> None:
+        states.append(client.state)
+        changed.set()
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                changed.clear()
+                await changed.wait()
+
+    client = EngineClient(
+        await engine.start(),
+        FrontendIdentity("f", 1),
+        ArtifactStore(workers),
+        MonotonicClock(),
+        on_change=note,
+    )
+    client.start()
+    await until(lambda: states.count(EngineState.DOWN) == 2)
+    assert client.down_reason.endswith("no room")
+    # Announced while the worker loaded it for the first time, and not again.
+    assert states.count(EngineState.READY) == 1
+    refusing.unlink()
+    await until(lambda: states[-1] is EngineState.READY)
+    assert client.model is not None
+    assert await client.model.tokenizer.encode("the cat", add_special_tokens=False)
+    assert states[-1] is EngineState.READY
+    await client.close()
+    await workers.close()
     await engine.kill()
 
 
