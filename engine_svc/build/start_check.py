@@ -8,13 +8,14 @@ from __future__ import annotations
 import runpy
 from array import array
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from engine_svc.config import PROPOSERS, EngineConfig
 from engine_svc.core.artifacts import ArtifactKind, check_content
-from engine_svc.model.errors import CheckpointError, UnsupportedModel
+from engine_svc.model.errors import CheckpointError, ModelError, UnsupportedModel
 from engine_svc.model.loading.folder import (
     Header,
     HeaderEntry,
@@ -28,7 +29,8 @@ from engine_svc.model.loading.folder import (
 )
 from engine_svc.model.loading.formats.sources import quantization_method, weight_sources
 from engine_svc.model.loading.gguf.folder import is_from_file
-from engine_svc.model.loading.hub import is_gguf_path, is_hub_id
+from engine_svc.model.loading.hub import find_model, is_gguf_path, is_hub_id, name_of
+from engine_svc.model.loading.progress import Progress
 from engine_svc.model.loading.states import check_state_ranks, stated_state_bytes
 from engine_svc.runner.memory.host_memory import MIB, cuda_device_bytes, free_host_bytes
 from engine_svc.scheduler.policies import POLICIES
@@ -46,6 +48,35 @@ _BYTES_OF_DTYPES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half
 _GROUP_ENDINGS = ((".weight_g_idx", ".weight_scale", 1), (".g_idx", ".scales", 0))
 _GROUP_TYPES = {"I32": "i", "I64": "q"}
 _LLAMA4_CHUNK = 8192  # where config.json states none
+
+
+def with_folders(config: EngineConfig, progress: Progress) -> EngineConfig:
+    """The configuration with local folders as its models, still served under the given name.
+
+    Models of the hub are downloaded, see `find_model`. Raises as `check_start`, which it calls for a model
+    that was in no folder.
+    """
+    speculation = config.speculation
+    folder = str(find_model(config.model, revision=config.revision, progress=progress))
+    if speculation.model is not None:
+        try:
+            draft_folder = str(find_model(speculation.model, progress=progress))
+        except ModelError as error:
+            raise ConfigError(f"--speculative-model: {error}") from error
+        config = replace(
+            config,
+            speculative=speculation.method,
+            num_speculative_tokens=speculation.num_tokens,
+            speculative_model=draft_folder,
+            speculative_config=None,
+        )
+    if folder == config.model:
+        return config
+    config = replace(
+        config, model=folder, served_model_name=config.served_model_name or name_of(config.model)
+    )
+    check_start(config)
+    return config
 
 
 def check_start(config: EngineConfig, *, num_engines: int = 1) -> None:

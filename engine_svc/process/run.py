@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import uvloop
 
@@ -18,13 +18,12 @@ from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.load_log import LoadLog
 from engine_svc.admin.served_engine import Failure, LoadedCore, ServedEngine
 from engine_svc.build.engine import build_engine, build_memberships, build_served_engine, build_servers
-from engine_svc.build.start_check import check_start
+from engine_svc.build.start_check import check_start, with_folders
 from engine_svc.config import EngineConfig
 from engine_svc.core.facts import LoadProgress
 from engine_svc.loop.engine import Engine
 from engine_svc.membership.departure import Departure
 from engine_svc.model.errors import ModelError
-from engine_svc.model.loading.hub import find_model, name_of
 from engine_svc.process.engine_thread import EXIT_CANNOT_LOAD, EXIT_LOOP_FAILED, EngineThread
 from engine_svc.process.load_display import LoadDisplay
 from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
@@ -95,41 +94,15 @@ def _check_coordinator(config: EngineConfig) -> None:
 
 
 def _with_folders(config: EngineConfig) -> EngineConfig:
-    """The configuration with local folders as its models, still served under the given name."""
     display = LoadDisplay(sys.stderr, MonotonicClock())
 
-    def find(name: str, revision: str | None = None) -> str:
-        path = find_model(
-            name,
-            revision=revision,
-            progress=lambda phase, done, total: display.show(LoadProgress(phase, done, total)),
-        )
-        return str(path)
+    def show(phase: str, done: int, total: int) -> None:
+        display.show(LoadProgress(phase, done, total))
 
-    speculation = config.speculation
     try:
-        folder = find(config.model, config.revision)
-        try:
-            draft_folder = None if speculation.model is None else find(speculation.model)
-        except ModelError as error:
-            raise ConfigError(f"--speculative-model: {error}") from error
+        return with_folders(config, show)
     finally:
         display.close()
-    if draft_folder != speculation.model:
-        config = replace(
-            config,
-            speculative=speculation.method,
-            num_speculative_tokens=speculation.num_tokens,
-            speculative_model=draft_folder,
-            speculative_config=None,
-        )
-    if folder == config.model:
-        return config
-    config = replace(
-        config, model=folder, served_model_name=config.served_model_name or name_of(config.model)
-    )
-    check_start(config)
-    return config
 
 
 async def _serve(config: EngineConfig, origins: Mapping[str, str], starting: StartTrace) -> int:

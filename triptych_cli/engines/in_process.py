@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import cast
 
 from engine_svc.admin import announce
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import LoadedCore, ServedEngine
 from engine_svc.build.engine import build_engine, build_served_engine
-from engine_svc.build.start_check import check_start
+from engine_svc.build.start_check import check_start, with_folders
 from engine_svc.config import EngineConfig
 from engine_svc.core.facts import LoadProgress
 from engine_svc.loop.engine import Engine
-from engine_svc.model.loading.hub import find_model, name_of
 from engine_svc.process.engine_thread import EngineThread
 from engine_svc.session.servicer import EngineCoreServicer
 from frontend_svc.engines.connection.connection import RESUME
@@ -62,7 +59,7 @@ class InProcessEngine:
 
         Raises what the loader raises for a model or an option that cannot be used, else EngineDead.
         """
-        config = await asyncio.get_running_loop().run_in_executor(None, _with_folder, self._config)
+        config = await asyncio.get_running_loop().run_in_executor(None, _with_folders, self._config)
         self._served = served = build_served_engine(config)
         self._servicer = EngineCoreServicer(served)
         self._heartbeats = asyncio.ensure_future(self._servicer.beat_forever())
@@ -253,17 +250,9 @@ def _engine_thread(
     return EngineThread(served, load)
 
 
-def _with_folder(config: EngineConfig) -> EngineConfig:
-    """The configuration, checked, with a local folder as its model; a hub name is downloaded."""
+def _with_folders(config: EngineConfig) -> EngineConfig:
     check_start(config)
-    folder: Path = find_model(config.model, revision=config.revision, progress=_ignore_progress)
-    if str(folder) == config.model:
-        return config
-    config = dataclasses.replace(
-        config, model=str(folder), served_model_name=config.served_model_name or name_of(config.model)
-    )
-    check_start(config)
-    return config
+    return with_folders(config, _ignore_progress)
 
 
 def _ignore_progress(phase: str, done: int, total: int) -> None:

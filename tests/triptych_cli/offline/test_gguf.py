@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import functools
 from pathlib import Path
 
 import gguf
 import pytest
 from transformers import AutoConfig
 
-from tests.engine_svc.model.loading.gguf.gguf_models import write_model
+from tests.engine_svc.model.loading.gguf.gguf_models import add_tokens_of, write_model
 from triptych_cli.llm import LLM, SamplingParams
 from triptych_cli.services import embedded_model
 
@@ -17,24 +17,6 @@ OPTIONS = {"num_threads": 1, "num_kv_blocks": 256, "device": "cpu"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PROMPTS = ["Once upon a time", "  The dog's 12 bones,\n\tand \u00e4 cat <|end|>", [5, 6, 7, 900]]
 CHAT = [{"role": "user", "content": "Tell me of a cat."}]
-_CONTROL, _NORMAL = 3, 1
-
-
-def add_tokens(writer: gguf.GGUFWriter) -> None:
-    """The embedded model's vocabulary and template."""
-    folder = embedded_model()
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    special = {token["content"] for token in tokenizer["added_tokens"]}
-    tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([_CONTROL if token in special else _NORMAL for token in tokens])
-    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
-    writer.add_eos_token_id(0)
-    writer.add_pad_token_id(1)
-    writer.add_chat_template((folder / "chat_template.jinja").read_text())
 
 
 def test_the_embedded_model_is_the_same_from_a_gguf_file(
@@ -48,13 +30,19 @@ def test_the_embedded_model_is_the_same_from_a_gguf_file(
         path,
         tmp_path / "again",
         lambda name: gguf.GGMLQuantizationType.F32,
-        add_tokens=add_tokens,
+        add_tokens=functools.partial(add_tokens_of, source),
     )
     answers = []
-    for model, engine in ((source, "in-process"), (path, "child")):
-        with LLM(model, engine=engine, **OPTIONS) as llm:
+    drafts = {"speculative": "draft", "speculative_model": str(path), "draft_limit": "none"}
+    for model, engine, more in (
+        (source, "in-process", {}),
+        (path, "child", {}),
+        (path, "in-process", drafts),
+    ):
+        with LLM(model, engine=engine, **OPTIONS, **more) as llm:
             results = llm.generate(PROMPTS, GREEDY, progress=False)
             results += llm.chat(CHAT, GREEDY, progress=False)
         outputs = [(result.prompt_token_ids, result.outputs[0]) for result in results]
         answers.append([(ids, one.token_ids, one.text, one.finish_reason) for ids, one in outputs])
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
+    assert all(result.usage.num_accepted_draft_tokens for result in results)

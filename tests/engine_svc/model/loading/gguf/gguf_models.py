@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,8 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
 }
+_IN_TURN = (Kind.Q8_0, Kind.Q4_0, Kind.F16, Kind.Q5_1, Kind.BF16, Kind.F32, Kind.Q5_0, Kind.Q4_1)
+_NORMAL, _CONTROL, _UNUSED = 1, 3, 5
 _ENUMS = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
@@ -80,6 +83,22 @@ def write_model(
     save_file(kept, dequantized / "model.safetensors", metadata={"format": "pt"})
 
 
+def types_in_turn(family: str) -> Callable[[str], Kind]:
+    """A type for each matrix in turn."""
+    kinds: dict[str, Kind] = {}
+
+    def kind_of(name: str) -> Kind:
+        # Experts of one projection are one tensor. Those of 16 channels have no whole block in a row.
+        name = ".".join(part for part in name.removesuffix(".weight").split(".") if not part.isdigit())
+        if family == "qwen3_moe" and name.endswith("down_proj"):
+            return Kind.F16
+        if family == "gpt_oss" and "experts" in name:
+            return Kind.MXFP4
+        return kinds.setdefault(name, _IN_TURN[len(kinds) % len(_IN_TURN)])
+
+    return kind_of
+
+
 def _add_gpt_oss_experts(writer: gguf.GGUFWriter, name: str, weight: Tensor, kind: Kind) -> Tensor:
     """Weights of all experts, or biases, of which gate and up are two tensors. Returns what the file has."""
     layer, is_bias = name.split(".")[2], name.endswith("_bias")
@@ -130,6 +149,31 @@ def add_vocabulary(writer: gguf.GGUFWriter, num_tokens: int) -> None:
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+
+
+def add_tokens_of(folder: Path, writer: gguf.GGUFWriter) -> None:
+    """The vocabulary of a byte-level tokenizer.json, where 0 ends a text, and the chat template, if any.
+
+    It is filled up to the model's as llama.cpp's conversion does it.
+    """
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    special = {token["content"] for token in tokenizer["added_tokens"]}
+    tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
+    types = [_CONTROL if token in special else _NORMAL for token in tokens]
+    num_tokens = json.loads((folder / "config.json").read_text())["vocab_size"]
+    tokens += [f"[PAD{index}]" for index in range(len(tokens), num_tokens)]
+    types += [_UNUSED] * (num_tokens - len(types))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_eos_token_id(0)
+    writer.add_pad_token_id(1)
+    template = folder / "chat_template.jinja"
+    if template.exists():
+        writer.add_chat_template(template.read_text())
 
 
 def _add_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:

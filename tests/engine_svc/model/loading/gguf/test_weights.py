@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from engine_svc.model.loading.loader import LoadOptions, load_model
 from engine_svc.model.loading.weights import WeightReader
 from engine_svc.model.native.stated_config import read_stated_config
 from tests.engine_svc.model.checkpoints import make_checkpoint
-from tests.engine_svc.model.loading.gguf.gguf_models import write_model
+from tests.engine_svc.model.loading.gguf.gguf_models import types_in_turn, write_model
 from tests.engine_svc.model.transformers.core_rig import CoreDriver
 from tests.engine_svc.model.transformers.test_architectures import generated, some_prompts
 from triptych_kernels import QuantizedWeight
@@ -28,23 +27,6 @@ FAMILIES = ("llama", "qwen2", "qwen3", "gemma3", "qwen3_moe", "phi3", "gpt_oss")
 # What files do not state, as all published models of the family have it.
 _FIXED = {"gemma3": {"query_pre_attn_scalar": 8}, "qwen3_moe": {"norm_topk_prob": True}}
 NUM_TOKENS = 24
-_MIX = (Kind.Q8_0, Kind.Q4_0, Kind.F16, Kind.Q5_1, Kind.BF16, Kind.F32, Kind.Q5_0, Kind.Q4_1)
-
-
-def mixed(family: str) -> Callable[[str], Kind]:
-    """A type for each matrix in turn."""
-    kinds: dict[str, Kind] = {}
-
-    def kind_of(name: str) -> Kind:
-        # Experts of one projection are one tensor. Those of 16 channels have no whole block in a row.
-        name = ".".join(part for part in name.removesuffix(".weight").split(".") if not part.isdigit())
-        if family == "qwen3_moe" and name.endswith("down_proj"):
-            return Kind.F16
-        if family == "gpt_oss" and "experts" in name:
-            return Kind.MXFP4
-        return kinds.setdefault(name, _MIX[len(kinds) % len(_MIX)])
-
-    return kind_of
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +42,7 @@ def make_gguf(family: str, tmp_path: Path, **changes: object) -> tuple[Path, Pat
     """The folder of a GGUF file, and that of the same weights dequantized."""
     source, dequantized = tmp_path / "source", tmp_path / "dequantized"
     config = make_checkpoint(family, source, **_FIXED.get(family, {}), **changes).config
-    write_model(source, config, tmp_path / "model.gguf", dequantized, mixed(family))
+    write_model(source, config, tmp_path / "model.gguf", dequantized, types_in_turn(family))
     return open_as_folder(tmp_path / "model.gguf"), dequantized
 
 
