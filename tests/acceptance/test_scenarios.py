@@ -20,6 +20,7 @@ _CELLS = {
         *("--listener=frontend", "--tls=yes", "--only", "SETTINGS, unread", "CONTINUATION"),
         *("--seconds=2", "--turns=1", "--max-added-ms=inf"),
     ),
+    "formats": ("--format", "awq", "--only", "alone", "drafts", "kill -9", "--prompts=16"),
     "hostile_grammars": ("--only", "exploding patterns", "--rounds=1", "--max-added-ms=inf"),
     "jobs": ("--jobs=8", "--only", "fcfs", "continuum"),
     "languages": ("--schemas=60", "--patterns=20", "--grammars=20"),
