@@ -15,6 +15,8 @@ from torch import Tensor
 from triptych_kernels import (
     AttentionBatch,
     DenseLayer,
+    EncoderLayer,
+    LayerNorm,
     Ops,
     Penalised,
     QuantizedWeight,
@@ -90,6 +92,7 @@ class CaseMaker:
             yield self._decode(num_rows)
             yield from self._states([1] * num_rows)
             yield self._decoder_layer(num_rows)
+            yield self._encoder_layer(num_rows)
             yield from self._head(num_rows)
             yield from self._sampling(num_rows)
             yield from self._low_rank(num_rows)
@@ -310,6 +313,24 @@ class CaseMaker:
         weights = sum(weight.nbytes for weight in (qkv, out, gate_up, down))
         kv_bytes = 2 * num_rows * context * shape.num_kv_heads * dim * keys.itemsize
         return KernelCase("fuse_layers", f"decode {num_rows} x {context}", make, None, weights + kv_bytes)
+
+    def _encoder_layer(self, num_rows: int) -> KernelCase:
+        """Without attention, in whose place a token gets its own values."""
+        hidden, inner = self._shape.hidden_size, self._shape.intermediate_size
+        sizes = ((3 * hidden, hidden), (hidden, hidden), (inner, hidden), (hidden, inner))
+        qkv, out, up, down = (self._noise(*size) / size[1] ** 0.5 for size in sizes)
+        norm, x = LayerNorm(self._noise(hidden), self._noise(hidden), 1e-5), self._noise(num_rows, hidden)
+
+        def make(ops: Ops) -> Call:
+            pack = ops.pack_linear
+            layer = EncoderLayer(pack(qkv), pack(out), norm, pack(up), pack(down), norm)
+            fused = ops.fuse_encoder([layer])
+            if fused is None:
+                raise ValueError("this table takes layers op by op")
+            return lambda: fused(x.clone(), lambda parts: parts[:, 2 * hidden :].contiguous())
+
+        weights = sum(weight.nbytes for weight in (qkv, out, up, down))
+        return KernelCase("fuse_encoder", f"{num_rows} tokens", make, None, weights + 2 * x.nbytes)
 
     def _prefill(self, length: int) -> KernelCase:
         shape = self._shape
