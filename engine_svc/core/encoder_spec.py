@@ -16,11 +16,11 @@ IMAGE = "image"
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """One input of the encoder. shape: None is any number from 1 on."""
+    """One input of the encoder."""
 
     name: str
     dtype: str
-    shape: tuple[int | None, ...]
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

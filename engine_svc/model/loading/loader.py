@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engine_svc.core.encoder_spec import EncoderSpec, read_encoder_spec
 from engine_svc.core.facts import GENERATE
 from engine_svc.core.pooling_spec import PoolingFilesError, PoolingOptions, PoolingSpec, read_pooling_spec
+from engine_svc.model.encoders.encoder import ItemEncoder
 from engine_svc.model.errors import CheckpointError, UnsupportedModel, listed
 from engine_svc.model.facts import KVShape, ModelFacts
 from engine_svc.model.loading.checkpoint import Checkpoint, replaced_tensors, weights_digest
@@ -31,6 +33,7 @@ from engine_svc.model.loading.packed_weights import (
     open_packed_weights,
     packed_name,
 )
+from engine_svc.model.loading.part_names import decoder_name
 from engine_svc.model.loading.progress import Progress
 from engine_svc.model.loading.weights import WeightReader
 from engine_svc.model.native.build import DecoderBuilder
@@ -191,7 +194,9 @@ def _load(
     config = read_model_config(folder, options, pooling)
     if config.max_position < 0:
         raise CheckpointError(f"{folder}/config.json: the maximum sequence length is {config.max_position}")
-    reader = open_weights(checkpoint, progress, device=device, body=_BODY)
+    encoder_spec = _encoder_spec(folder, pooling)
+    rename = str if encoder_spec is None else decoder_name
+    reader = open_weights(checkpoint, progress, device=device, body=_BODY, rename=rename)
     if reader.quantized and options.quantization:
         raise UnsupportedModel(
             f"quantization {options.quantization} is of weights in full, and {folder} has quantized ones"
@@ -218,6 +223,13 @@ def _load(
         tasks=(GENERATE,) if pooling is None else pooling.tasks,
     )
     model: NativeDecoder | TransformersModel | EncoderModel
+    encoder: ItemEncoder | None = None
+    # Only the first stage of a pipeline embeds tokens.
+    if encoder_spec is not None and parallel.pp_rank == 0:
+        # Imported here: encoders are transformers' modules.
+        from engine_svc.model.encoders.load import load_item_encoder
+
+        encoder = load_item_encoder(encoder_spec, reader, folder, dtype, device)
     classify: Head | None = None
     activations, shared_bytes = "", 0
     if pooling is not None and pooling.has_score_head:
@@ -226,6 +238,7 @@ def _load(
         chosen = _choose_activations(options.activations, ops)
         native = _native(checkpoint, config, reader, facts, options, chosen, device, ops, parallel, share)
         model, shared_bytes = native.model, native.shared_bytes
+        model.item_encoder = encoder
         activations = chosen if native.is_quantized else ""
         kv_shapes: tuple[KVShape, ...] = model.kv_shapes
         num_parameters = model.num_parameters
@@ -249,6 +262,7 @@ def _load(
         model, warm, num_parameters = load_transformers_model(
             config, reader, folder, dtype, device, ops, samples=GENERATE in facts.tasks
         )
+        model.item_encoder = encoder
         kv_shapes = warm.kv_shapes
         facts = replace(facts, state_size=warm.state_size, state_shapes=warm.state_shapes)
         if is_invariant and not warm.is_batch_invariant:
@@ -263,6 +277,16 @@ def _load(
         facts, kv_shapes=kv_shapes, num_parameters=num_parameters, hidden_size=model.embedding_size
     )
     return LoadedModel(model, facts, ops, device, activations, shared_bytes)
+
+
+def _encoder_spec(folder: Path, pooling: PoolingSpec | None) -> EncoderSpec | None:
+    """The encoder of images beside the decoder, if there is one; a model that only pools takes text alone."""
+    if pooling is not None and GENERATE not in pooling.tasks:
+        return None
+    try:
+        return read_encoder_spec(folder)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _choose_activations(requested: str, ops: Ops) -> str:
@@ -291,6 +315,7 @@ def open_weights(
     device: torch.device,
     dtype: torch.dtype | None = None,
     body: str = "",
+    rename: Callable[[str], str] = str,
 ) -> WeightReader:
     """A reader of the weights, in the format that config.json states. The arguments are those of a reader."""
     folder = checkpoint.folder
@@ -315,6 +340,7 @@ def open_weights(
         replaced=replaced_tensors(checkpoint),
         body=body,
         sources=weight_sources(folder, content, entries),
+        rename=rename,
     )
 
 

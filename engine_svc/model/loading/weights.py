@@ -54,7 +54,8 @@ class WeightReader:
     (None: as stored), all on `device`. If two files have the same name, the later file's tensor is used.
     `replaced` are tensors from elsewhere that take the place of those of the files. `body` is the prefix that
     a decoder's names get where it was saved without its head, and they lack it. `sources` are the weights
-    that are stored as other tensors, by the names that they would have in the files.
+    that are stored as other tensors, by the names that they would have in the files. `rename`: from names in
+    the files to those that this reader has.
     Several threads may read; progress is reported under a lock, in the thread that reads.
     `names` are the weights of the checkpoint, `quantized` those of `sources`, `num_bytes` is the files' size.
     Raises CheckpointError for files that cannot be read and names that they lack.
@@ -70,19 +71,24 @@ class WeightReader:
         replaced: Tensors | None = None,
         body: str = "",
         sources: Mapping[str, WeightSource] | None = None,
+        rename: Callable[[str], str] = str,
     ) -> None:
         self.files, of_files = _opened(files)
         entries = {name: (file, entry) for file in self.files for name, entry in file.tensors.items()}
         sources = sources or {}
         prefix = body if _EMBEDDING in entries or _EMBEDDING in sources else ""
-        self._stored = {prefix + name: entry for name, entry in entries.items()}
+
+        def name_of(name: str) -> str:
+            return prefix + rename(name)
+
+        self._name_of = name_of
+        self._stored = {name_of(name): entry for name, entry in entries.items()}
         made = {**of_files, **sources}
-        self._sources = {prefix + name: source for name, source in made.items()}
-        self.quantized = frozenset(prefix + name for name in sources)
-        self._prefix = prefix
-        parts = {prefix + part for source in self._sources.values() for part in source.tensors}
+        self._sources = {name_of(name): source for name, source in made.items()}
+        self.quantized = frozenset(name_of(name) for name in sources)
+        parts = {name_of(part) for source in self._sources.values() for part in source.tensors}
         self.names = frozenset(self._stored.keys() - parts | self._sources.keys())
-        self.replaced = {prefix + name: entry for name, entry in (replaced or {}).items()}
+        self.replaced = {name_of(name): entry for name, entry in (replaced or {}).items()}
         for name, (file, stored) in self.replaced.items():
             shape = self.shape(name)
             if stored.shape != shape:
@@ -157,7 +163,7 @@ class WeightReader:
             self._unread.pop(name, None)
         return self._converted(
             source.read_expert(
-                index, lambda part, first, end: self._read_rows(self._prefix + part, first, end)
+                index, lambda part, first, end: self._read_rows(self._name_of(part), first, end)
             )
         )
 
@@ -176,7 +182,7 @@ class WeightReader:
             return self._read_part(name)
         with self._lock:
             self._unread.pop(name, None)
-        return source.read(lambda part: self._read_part(self._prefix + part))
+        return source.read(lambda part: self._read_part(self._name_of(part)))
 
     def _read_part(self, name: str) -> Tensor:
         file, stored = self._find(name)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import Largest
+from engine_svc.model.encoders.encoder import ItemEncoder
 from engine_svc.model.facts import KVShape, StateShape
 from engine_svc.model.loading.packed_weights import Collected
 from engine_svc.model.low_rank import (
@@ -92,6 +93,7 @@ class NativeDecoder:
     is_fusible: bool = False  # it is whole on this rank, so its layers may be one op
     exchange: ExpertExchange = field(default_factory=NoExchange)
     pooler: Pooler | None = None  # of a model that has results besides tokens
+    item_encoder: ItemEncoder | None = None  # whose outputs take the place of embeddings of tokens
     packed: Collected | None = None  # its weights by name; None: they are of no single folder, or leave it
     fused: FusedLayers | None = field(init=False, default=None)  # all layers as one op, if the ops have one
 

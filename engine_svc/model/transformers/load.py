@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine_svc.core.pooling_spec import PoolingSpec
 from engine_svc.model.errors import CheckpointError, UnsupportedModel, listed
 from engine_svc.model.loading.model_config import ModelConfig
-from engine_svc.model.loading.weights import WeightReader, lazy_weights
+from engine_svc.model.loading.weights import LazyTensor, WeightReader, lazy_weights
 from engine_svc.model.transformers.encoder import EncoderModel, make_encoder
 from engine_svc.model.transformers.model import TransformersModel
 from engine_svc.model.transformers.registry import own_config, quiet_transformers
@@ -54,8 +55,15 @@ def load_transformers_model(
     with quiet_transformers():
         # On a CPU the packed experts replace these; for a GPU the library's own choice is faster.
         experts = "eager" if device.type == "cpu" else None
-        unused = () if samples else ("lm_head.weight",)
-        module = _build(config.model_class, config.config, reader, dtype, folder, experts, unused)
+        module = build_module(
+            config.model_class,
+            config.config,
+            lazy_weights(reader),
+            dtype,
+            folder,
+            experts=experts,
+            is_unused=lambda name: not samples and name == "lm_head.weight",
+        )
         reader.finish()
         module.to(device)  # type: ignore[arg-type]  # The stubs of transformers take no device.
         # Counted before warm-up: packed projections keep no parameters.
@@ -80,36 +88,40 @@ def load_encoder(
     parameters = inspect.signature(config.model_class.__init__).parameters
     options: dict[str, Any] = {"add_pooling_layer": False} if "add_pooling_layer" in parameters else {}
     with quiet_transformers():
-        module = _build(config.model_class, config.config, reader, dtype, folder, None, (), **options)
+        module = build_module(
+            config.model_class, config.config, lazy_weights(reader), dtype, folder, **options
+        )
         reader.finish()
         module.to(device)  # type: ignore[arg-type]  # The stubs of transformers take no device.
         num_parameters = module.num_parameters()
         return make_encoder(module, spec, folder, dtype, device, ops), num_parameters
 
 
-def _build(
+def build_module(
     chosen_class: type[PreTrainedModel],
     config: PreTrainedConfig,
-    reader: WeightReader,
+    weights: Mapping[str, LazyTensor],
     dtype: torch.dtype,
     folder: Path,
-    experts: str | None,
-    unused: tuple[str, ...],
+    *,
+    # The warm-up compares with "eager"; faster implementations skip what they do not support.
+    attention: str = "eager",
+    experts: str | None = None,
+    is_unused: Callable[[str], bool] = lambda name: False,
     **options: Any,
 ) -> PreTrainedModel:
     """The module with its weights; transformers renames and merges them as the architecture requires.
 
-    unused: weights that the checkpoint may lack.
+    is_unused: by its name, whether the checkpoint may lack a weight.
     """
     try:
         built: tuple[PreTrainedModel, dict[str, Any]] = chosen_class.from_pretrained(  # type: ignore[assignment]
             None,
             config=own_config(config, chosen_class),
-            state_dict=lazy_weights(reader),
+            state_dict=dict(weights),
             dtype=dtype,
             local_files_only=True,
-            # The warm-up compares with "eager"; faster implementations skip what they do not support.
-            attn_implementation="eager",
+            attn_implementation=attention,
             experts_implementation=experts,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
@@ -130,7 +142,7 @@ def _build(
             for name, stored, configured in info["mismatched_keys"]
         ]
         raise CheckpointError(f"{folder}: weights do not fit the config: {listed(lines)}")
-    if missing := [name for name in info["missing_keys"] if name not in unused]:
+    if missing := [name for name in info["missing_keys"] if not is_unused(name)]:
         raise CheckpointError(f"{folder} lacks weights of {chosen_class.__name__}: {listed(missing)}")
     if info["unexpected_keys"]:
         logger.warning(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from engine_svc.model.context import EmbeddedTokens, ForwardContext, HiddenStates
+from engine_svc.model.encoders.encoder import ItemEncoder
 from engine_svc.model.errors import UnsupportedModel
 from engine_svc.model.facts import KVShape, StateShape
 from engine_svc.model.low_rank import (
@@ -76,6 +77,7 @@ class TransformersModel:
         self.name = type(module).__name__
         self.ops = ops
         self.pooler: Pooler | None = None  # of a model that has results besides tokens
+        self.item_encoder: ItemEncoder | None = None  # see NativeDecoder
         # Under the first name the model makes no masks. No step uses them, and making one waits for the GPU
         # to see whether the batch contains several sequences.
         self._interface = f"triptych_{uuid.uuid4().hex}"

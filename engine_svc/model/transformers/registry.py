@@ -11,6 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from engine_svc.core.encoder_spec import read_encoder_spec
 from engine_svc.model.errors import CheckpointError, ModelError, UnsupportedModel
 from engine_svc.model.loading.model_config import ModelConfig
 from engine_svc.model.transformers.encoder import encoder_class, first_position
@@ -45,6 +46,10 @@ def read_config(folder: Path, encoder_head: str | None = None) -> ModelConfig:
                 folder, local_files_only=True, trust_remote_code=False
             )
         text_config = config.get_text_config()
+        dtype = getattr(text_config, "dtype", None) or getattr(config, "dtype", None)
+        if encoder_head is None and read_encoder_spec(folder) is not None:
+            # The encoder is loaded apart.
+            config = text_config
         for part in (config, text_config):
             # The reader of weights hands them over in full.
             if hasattr(part, "quantization_config"):
@@ -64,7 +69,7 @@ def read_config(folder: Path, encoder_head: str | None = None) -> ModelConfig:
         vocab_size=text_config.vocab_size,
         max_position=limit,
         eos_token_id=getattr(text_config, "eos_token_id", None),
-        dtype=getattr(text_config, "dtype", None) or getattr(config, "dtype", None),
+        dtype=dtype,
         config=config,
         model_class=chosen_class,
     )
