@@ -48,6 +48,9 @@ _SUBSCRIPTION = dict.fromkeys(
 )
 ALLOWED = {
     "adapters": {},
+    "prompt_embeds": {
+        "engine_svc/features/media/runner.py": "outputs take the place of tokens by the same means"
+    },
     "request_events": _SUBSCRIPTION,
     "kv_events": _SUBSCRIPTION | {"engine_svc/build/engine.py": "makes the log that the call reads"},
     "pooling": {

@@ -61,8 +61,7 @@ _RECORDS = {
     },
 }
 _WARM_UP = Job([16, 16], 8, seed=0)
-# Of each request of a workload, at most: whole jobs of long prompts take minutes.
-_WARM_UP_PROMPT, _WARM_UP_TOKENS = 128, 4
+_WARM_UP_TOKENS = 4  # of a request of each workload
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -195,8 +194,7 @@ def _run_cell(
 ) -> list[Row]:
     """One row a contestant: they take turns, so that what else runs on the machine slows all of them."""
     # Not counted: it touches memory for the first time.
-    lengths = [min(length, _WARM_UP_PROMPT) for length in job.prompt_lengths]
-    warm_up = replace(job, prompt_lengths=lengths, num_output_tokens=_WARM_UP_TOKENS, seed=next(seeds))
+    warm_up = replace(job, num_output_tokens=_WARM_UP_TOKENS, seed=next(seeds))
     for contestant in contestants:
         contestant.do(warm_up)
     measured = [_Measured() for _ in contestants]

@@ -9,14 +9,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engine_svc.config import EngineConfig
 from engine_svc.core.encoder_spec import read_encoder_spec
 from engine_svc.core.request import ContentSpan, Request
 from engine_svc.core.step import StepPlan, StepResult
-from engine_svc.features.media.extras import KEY_PREFIX, EncoderWork, RowItems
+from engine_svc.features.media.extras import KEY_PREFIX, EncoderWork, MediaItems, RowItems
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 
 
@@ -28,8 +28,12 @@ def make(config: EngineConfig, context: SchedulerContext) -> SchedulerFeature | 
 def replay_options(config: EngineConfig) -> dict[str, int] | None:
     if read_encoder_spec(Path(config.model)) is None:
         return None
-    max_outputs = config.max_num_batched_tokens
-    return {"max_outputs": max_outputs, "max_kept": max_outputs, "divides": 1, "num_ahead": 0}
+    return {
+        "max_outputs": config.max_encoder_outputs,
+        "max_kept": config.max_kept_outputs,
+        "divides": int(not config.disable_chunked_mm_input),
+        "num_ahead": 0,
+    }
 
 
 def replayed(options: Mapping[str, int]) -> EncoderSteps:
@@ -302,6 +306,7 @@ class EncoderSteps(SchedulerFeature):
         self.cache = cache
         self._requests: dict[str, Request] = {}  # with items, that have not ended
         self._entered_in: dict[str, int] = {}  # the step in which each of these was admitted last
+        self._items: dict[str, MediaItems] = {}  # of resumable requests, of all turns so far
         # Of steps in flight, the outputs that they make.
         self._in_flight: deque[tuple[int, list[str]]] = deque()
 
@@ -310,7 +315,28 @@ class EncoderSteps(SchedulerFeature):
             self.budget.add(request)
             self._requests[request.request_id] = request
 
+    def on_turn_end(self, request: Request) -> None:
+        if (items := request.extras.get(MediaItems)) is not None:
+            self._items[request.request_id] = items
+        self._forget(request)
+
+    def on_turn_begin(self, request: Request) -> None:
+        """The ranks get the items of all turns: tokens may be computed anew, from the first on."""
+        earlier: MediaItems = self._items.get(request.request_id, MediaItems(()))
+        added: MediaItems = request.extras.get(MediaItems, MediaItems(()))
+        items = (*earlier.items, *added.items)
+        if items:
+            # A replay knows the spans alone.
+            starts = [span.start for span in request.spans if span.key.startswith(KEY_PREFIX)]
+            moved = [replace(item, start=start) for item, start in zip(items, starts, strict=True)]
+            request.extras[MediaItems] = MediaItems(tuple(moved))
+        self.on_add(request)
+
     def on_finish(self, request: Request) -> None:
+        self._items.pop(request.request_id, None)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
         if self._requests.pop(request.request_id, None) is not None:
             self._entered_in.pop(request.request_id, None)
             self.budget.remove(request)

@@ -20,7 +20,15 @@ from engine_svc.core.extras import Extra, ExtraCodec, Extras, Parameters, Unknow
 from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult, TokenLogprobs
 from engine_svc.features.adapters.extras import Pins
 from engine_svc.features.forward_outputs.extras import ForwardOutputs, PositionRun
-from engine_svc.features.media.extras import EncoderWork, RowItems
+from engine_svc.features.media.extras import (
+    EncoderInput,
+    EncoderWork,
+    MediaContent,
+    MediaItems,
+    PromptItem,
+    RowItems,
+    digest_of,
+)
 from engine_svc.features.penalties.extras import Penalties
 from engine_svc.features.prompt_embeds.extras import PromptEmbeds
 from engine_svc.features.prompt_logprobs.extras import PromptLogprobs, PromptLogprobSpec, PromptRun
@@ -60,6 +68,18 @@ def embeddings(draw: st.DrawFn) -> PromptEmbeds:
     return PromptEmbeds(HostTensor(dtype, (len(positions), width), data), positions)
 
 
+@st.composite
+def media_items(draw: st.DrawFn) -> MediaItems:
+    """Equal digests are of equal content."""
+    items = []
+    for start in draw(st.lists(ids, max_size=3)):
+        data = draw(st.binary(max_size=9))
+        inputs = (EncoderInput(draw(st.sampled_from(["a", "b"])), HostTensor("uint8", (len(data),), data)),)
+        content = MediaContent(digest_of(inputs), inputs)
+        items.append(PromptItem(content, start, draw(ids), tuple(draw(some_ids))))
+    return MediaItems(tuple(items))
+
+
 # Of types whose fields have values of other types or limits: any value that a request or a step may have.
 LIMITED: dict[type, st.SearchStrategy[Any]] = {
     Parameters: st.builds(Parameters, values=st.lists(st.tuples(st.text(), numbers), max_size=4).map(tuple)),
@@ -76,6 +96,7 @@ LIMITED: dict[type, st.SearchStrategy[Any]] = {
         end_token_ids=st.lists(ids, min_size=1, max_size=3).map(tuple),
     ),
     PromptEmbeds: embeddings(),
+    MediaItems: media_items(),
     EncoderWork: st.builds(
         EncoderWork,
         rows=st.lists(st.builds(RowItems, st.text(), some_ids.map(tuple)), max_size=3).map(tuple),

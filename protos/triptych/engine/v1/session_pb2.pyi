@@ -1,3 +1,4 @@
+from triptych.engine.v1 import add_pb2 as _add_pb2
 from triptych.options.v1 import rules_pb2 as _rules_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -159,7 +160,7 @@ class FinishHint(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., tool_name: _Optional[str] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("model_name", "fingerprint", "artifacts", "max_model_len", "block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "vocab_size", "eos_token_ids", "adapters", "supported_tasks", "world_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "default_sampling", "hidden_size", "takes_prompt_embeds", "structured_output_backends", "structured_output_keywords", "model_folder", "served_adapters")
+    __slots__ = ("model_name", "fingerprint", "artifacts", "max_model_len", "block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "vocab_size", "eos_token_ids", "adapters", "supported_tasks", "world_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "default_sampling", "hidden_size", "takes_prompt_embeds", "structured_output_backends", "structured_output_keywords", "model_folder", "served_adapters", "media")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
@@ -183,6 +184,7 @@ class Ready(_message.Message):
     STRUCTURED_OUTPUT_KEYWORDS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FOLDER_FIELD_NUMBER: _ClassVar[int]
     SERVED_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
     model_name: str
     fingerprint: Fingerprint
     artifacts: _containers.RepeatedCompositeFieldContainer[Artifact]
@@ -206,7 +208,20 @@ class Ready(_message.Message):
     structured_output_keywords: _containers.RepeatedScalarFieldContainer[str]
     model_folder: str
     served_adapters: _containers.RepeatedCompositeFieldContainer[ServedAdapter]
-    def __init__(self, model_name: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., artifacts: _Optional[_Iterable[_Union[Artifact, _Mapping]]] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[str]] = ..., supported_tasks: _Optional[_Iterable[str]] = ..., world_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., default_sampling: _Optional[_Union[SamplingDefaults, _Mapping]] = ..., hidden_size: _Optional[int] = ..., takes_prompt_embeds: _Optional[bool] = ..., structured_output_backends: _Optional[_Iterable[str]] = ..., structured_output_keywords: _Optional[_Iterable[str]] = ..., model_folder: _Optional[str] = ..., served_adapters: _Optional[_Iterable[_Union[ServedAdapter, _Mapping]]] = ...) -> None: ...
+    media: MediaSupport
+    def __init__(self, model_name: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., artifacts: _Optional[_Iterable[_Union[Artifact, _Mapping]]] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[str]] = ..., supported_tasks: _Optional[_Iterable[str]] = ..., world_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., default_sampling: _Optional[_Union[SamplingDefaults, _Mapping]] = ..., hidden_size: _Optional[int] = ..., takes_prompt_embeds: _Optional[bool] = ..., structured_output_backends: _Optional[_Iterable[str]] = ..., structured_output_keywords: _Optional[_Iterable[str]] = ..., model_folder: _Optional[str] = ..., served_adapters: _Optional[_Iterable[_Union[ServedAdapter, _Mapping]]] = ..., media: _Optional[_Union[MediaSupport, _Mapping]] = ...) -> None: ...
+
+class MediaSupport(_message.Message):
+    __slots__ = ("family", "modalities", "max_item_tokens", "max_items")
+    FAMILY_FIELD_NUMBER: _ClassVar[int]
+    MODALITIES_FIELD_NUMBER: _ClassVar[int]
+    MAX_ITEM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ITEMS_FIELD_NUMBER: _ClassVar[int]
+    family: str
+    modalities: _containers.RepeatedScalarFieldContainer[_add_pb2.MediaModality]
+    max_item_tokens: int
+    max_items: int
+    def __init__(self, family: _Optional[str] = ..., modalities: _Optional[_Iterable[_Union[_add_pb2.MediaModality, str]]] = ..., max_item_tokens: _Optional[int] = ..., max_items: _Optional[int] = ...) -> None: ...
 
 class ServedAdapter(_message.Message):
     __slots__ = ("name", "digest")

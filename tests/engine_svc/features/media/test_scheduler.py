@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine_svc.core.request import ContentSpan, InputSegment, Request
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import StepPlan
-from engine_svc.features.media.extras import KEY_PREFIX, EncoderWork, RowItems
+from engine_svc.features.media.extras import (
+    KEY_PREFIX,
+    EncoderWork,
+    MediaContent,
+    MediaItems,
+    PromptItem,
+    RowItems,
+)
 from engine_svc.features.media.scheduler import EncoderCache, EncoderSteps, replayed
 from tests.engine_svc.scheduler.fakes import Stage, granted, request
 
@@ -153,3 +162,22 @@ def test_items_of_a_later_turn_are_counted_from_the_first():
     stage.scheduler.extend("a", InputSegment([5] * 6, SamplingParams(max_tokens=4), spans=spans), now=2.0)
     assert encoded(stage.step()) == {"a": (1,)}
     assert resumable.spans[1].start == from_start + 1
+
+
+def test_the_ranks_get_the_items_of_all_turns_with_a_later_one():
+    """What was computed of earlier turns may have to be computed again."""
+    stage = stage_of(encoder_steps(64, 64))
+    resumable = with_items("a", 20, ("x", 2, 8), stop_token_ids=[42], is_resumable=True)
+    first, second = (PromptItem(MediaContent(name, ()), start, 4) for name, start in (("x", 2), ("y", 1)))
+    resumable.extras[MediaItems] = MediaItems((first,))
+    stage.add(resumable)
+    stage.step({"a": [42]})
+    start = resumable.num_tokens
+    further = InputSegment(
+        [5] * 6,
+        SamplingParams(max_tokens=4),
+        extras={MediaItems: MediaItems((second,))},
+        spans=(ContentSpan(1, 4, second.key),),
+    )
+    stage.scheduler.extend("a", further, now=2.0)
+    assert resumable.extras[MediaItems].items == (first, replace(second, start=start + 1))
