@@ -24,6 +24,8 @@ class ArtifactKind(enum.Enum):
     GENERATION_CONFIG = "generation_config.json"
     CONFIG = "config.json"
     TOKENIZER_MODEL = "tokenizer.model"
+    PREPROCESSOR_CONFIG = "preprocessor_config.json"
+    PROCESSOR_CONFIG = "processor_config.json"
 
 
 _PLAIN_KINDS = (ArtifactKind.CHAT_TEMPLATE, ArtifactKind.TOKENIZER_MODEL)  # those that are not JSON

@@ -41,6 +41,8 @@ def test_a_tokenizer_that_is_none_is_refused(tmp_path, content):
         ("generation_config.json", b"{"),
         ("generation_config.json", b"[]"),
         ("chat_template.jinja", b"\xff\xfe"),
+        ("preprocessor_config.json", b"[]"),
+        ("processor_config.json", b"{"),
     ],
 )
 def test_a_file_that_no_frontend_can_read_is_refused_by_name(tmp_path, name, content):

@@ -42,6 +42,8 @@ class ArtifactKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ARTIFACT_KIND_GENERATION_CONFIG: _ClassVar[ArtifactKind]
     ARTIFACT_KIND_CONFIG: _ClassVar[ArtifactKind]
     ARTIFACT_KIND_TOKENIZER_MODEL: _ClassVar[ArtifactKind]
+    ARTIFACT_KIND_PREPROCESSOR_CONFIG: _ClassVar[ArtifactKind]
+    ARTIFACT_KIND_PROCESSOR_CONFIG: _ClassVar[ArtifactKind]
 PEER_ROLE_UNSPECIFIED: PeerRole
 PEER_ROLE_FRONTEND: PeerRole
 PEER_ROLE_ADMIN: PeerRole
@@ -64,6 +66,8 @@ ARTIFACT_KIND_CHAT_TEMPLATE: ArtifactKind
 ARTIFACT_KIND_GENERATION_CONFIG: ArtifactKind
 ARTIFACT_KIND_CONFIG: ArtifactKind
 ARTIFACT_KIND_TOKENIZER_MODEL: ArtifactKind
+ARTIFACT_KIND_PREPROCESSOR_CONFIG: ArtifactKind
+ARTIFACT_KIND_PROCESSOR_CONFIG: ArtifactKind
 
 class Hello(_message.Message):
     __slots__ = ("frontend_id", "session_id", "frontend_epoch", "schema_revision", "min_peer_revision", "features", "role", "resume", "feature_set")
