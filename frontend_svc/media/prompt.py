@@ -21,7 +21,7 @@ class Expansion:
     num_runs: int = 1
 
     @property
-    def num_embeds(self) -> int:
+    def num_positions(self) -> int:
         return self.num_runs * self.run_length
 
 
@@ -56,15 +56,15 @@ def expand(prompt: str, placeholder: str, token: str, expansions: Sequence[Expan
 def placements(token_ids: Sequence[int], token_id: int, expansions: Sequence[Expansion]) -> list[Placement]:
     """Where each medium got its positions. Raises MediaRefused where the prompt has others like them."""
     positions = [position for position, each in enumerate(token_ids) if each == token_id]
-    num_embeds = sum(expansion.num_embeds for expansion in expansions)
-    if len(positions) != num_embeds:
+    num_positions = sum(expansion.num_positions for expansion in expansions)
+    if len(positions) != num_positions:
         raise MediaRefused(
-            f"the prompt has {len(positions)} tokens for embeddings, its media have {num_embeds}"
+            f"the prompt has {len(positions)} tokens for embeddings, its media have {num_positions}"
         )
     placed, start = [], 0
     for expansion in expansions:
-        own = positions[start : start + expansion.num_embeds]
-        start += expansion.num_embeds
+        own = positions[start : start + expansion.num_positions]
+        start += expansion.num_positions
         placed.append(_placement(own))
     return placed
 

@@ -41,6 +41,8 @@ MAY_CATCH_EVERYTHING = {
     "frontend_svc/engines/connection/requests.py",
     "frontend_svc/engines/coordinator.py",
     "frontend_svc/text/workers/process.py",
+    # Decoders of damaged images raise almost anything.
+    "frontend_svc/media/processing/decode.py",
     # Every call over HTTP gets an answer.
     "frontend_svc/protocols/openai/call.py",
     "triptych_cli/serve/group_follower.py",
@@ -51,7 +53,7 @@ MAY_READ_BY_NAME = {
     "engine_svc/model", "engine_svc/ranks/state_digest.py", "frontend_svc/text/workers/workers.py",
     "triptych_cli/cli.py", "triptych_kit/interceptors.py", "triptych_kit/process/setup.py",
     "triptych_kit/security/credentials.py", "triptych_kit/shared_memory.py",
-    "triptych_cli/verbs/completion.py",
+    "triptych_cli/verbs/completion.py", "frontend_svc/media/processing/decode.py",
 }  # fmt: skip
 # What the engine measures and waits for; all else gets the time, and noise, as an argument.
 ENGINE_MAY_READ_A_CLOCK = {

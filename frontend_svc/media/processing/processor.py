@@ -88,17 +88,17 @@ class MediaProcessor:
             raise SettingsError(f"{unknown[0]} is no option of models of type {model_type!r}: {known}")
         self.placeholder, self.token = family.placeholder, family.token
 
-    def process(self, content: bytes, *, max_embeds: int) -> Item:
-        """The item of a medium. Raises MediaRefused, also if it takes more than `max_embeds` positions."""
+    def process(self, content: bytes, *, max_positions: int) -> Item:
+        """The item of a medium. Raises MediaRefused, also if it takes more than `max_positions` positions."""
         if self._images is not None:
             image = read_image(content)
             expansion = self._images.expansion(image.height, image.width)
-            _check_length(expansion, max_embeds)
+            _check_length(expansion, max_positions)
             return _item(expansion, self._images.tensors(image))
         assert self._sounds is not None, "a processor has a family"
         sound = read_sound(content).at_rate(self._sounds.sampling_rate)
         expansion = self._sounds.expansion(sound.samples.size)
-        _check_length(expansion, max_embeds)
+        _check_length(expansion, max_positions)
         return _item(expansion, self._sounds.tensors(sound))
 
 
@@ -118,10 +118,11 @@ def _item(expansion: Expansion, tensors: Tensors) -> Item:
     return Item(expansion, contiguous, digest(contiguous))
 
 
-def _check_length(expansion: Expansion, max_embeds: int) -> None:
-    if expansion.num_embeds > max_embeds:
+def _check_length(expansion: Expansion, max_positions: int) -> None:
+    if expansion.num_positions > max_positions:
         raise MediaRefused(
-            f"it takes {expansion.num_embeds} positions of the prompt, the model takes {max_embeds} at most"
+            f"it takes {expansion.num_positions} positions of the prompt, the model takes {max_positions} "
+            "at most"
         )
 
 

@@ -80,7 +80,7 @@ def processor(
 
 
 def processed(image: Image.Image, *arguments: Any, **options: object) -> Item:
-    return processor(*arguments, **options).process(encoded(image), max_embeds=UNCHECKED)
+    return processor(*arguments, **options).process(encoded(image), max_positions=UNCHECKED)
 
 
 def expected_tensors(model_type: str, theirs: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def test_images_of_every_mode_equal_those_of_transformers(mode: str) -> None:
     image = picture(60, 50, mode="RGBA").convert("LA") if mode == "LA" else picture(60, 50, mode=mode)
     content = encoded(image, "JPEG" if mode == "CMYK" else "PNG")
     theirs = CLIPImageProcessorPil(**CLIP)(images=[Image.open(io.BytesIO(content))], return_tensors="np")
-    ours = processor("llava", CLIP).process(content, max_embeds=UNCHECKED).tensors["pixel_values"]
+    ours = processor("llava", CLIP).process(content, max_positions=UNCHECKED).tensors["pixel_values"]
     assert np.abs(ours - theirs["pixel_values"][0]).max() <= 1e-6
 
 
@@ -136,7 +136,7 @@ def test_llava_writes_a_token_for_each_patch(strategy: str, additional: int) -> 
     assert written(item, "<picture>") == LlavaProcessor.replace_image_token(
         this, {"pixel_values": [item.tensors["pixel_values"]]}, 0
     )
-    assert item.expansion.num_embeds == 36 + additional - (strategy == "default")
+    assert item.expansion.num_positions == 36 + additional - (strategy == "default")
 
 
 def test_llava_without_a_processor_config_reads_the_config() -> None:
@@ -146,7 +146,7 @@ def test_llava_without_a_processor_config_reads_the_config() -> None:
         "vision_config": {"patch_size": 7, "model_type": "clip_vision_model"},
     }
     ours = MediaProcessor(ModelFiles(json.dumps(config), json.dumps(CLIP)), "image")
-    assert ours.process(encoded(picture(9, 9)), max_embeds=37).expansion.num_embeds == 37
+    assert ours.process(encoded(picture(9, 9)), max_positions=37).expansion.num_positions == 37
 
 
 def test_qwen2_vl_writes_a_token_for_each_merged_patch() -> None:
@@ -157,7 +157,7 @@ def test_qwen2_vl_writes_a_token_for_each_merged_patch() -> None:
             this, {"image_grid_thw": [item.tensors["image_grid_thw"]]}, 0
         )
         assert written(item, "<|image_pad|>") == theirs
-        assert item.expansion.num_embeds * 4 == len(item.tensors["pixel_values"])
+        assert item.expansion.num_positions * 4 == len(item.tensors["pixel_values"])
 
 
 @pytest.mark.parametrize("splits", [True, False])
@@ -171,7 +171,7 @@ def test_idefics3_and_smolvlm_write_rows_and_columns_of_tiles(splits: bool) -> N
         theirs = Idefics3ImageProcessorPil(**settings, return_row_col_info=True)(images=[picture(*size)])
         assert written(item, "<image>") == Idefics3Processor.replace_image_token(idefics, theirs, 0)
         assert written(item, "<image>") == SmolVLMProcessor.replace_image_token(smol, theirs, 0)
-        assert item.expansion.num_embeds == 5 * len(item.tensors["pixel_values"])
+        assert item.expansion.num_positions == 5 * len(item.tensors["pixel_values"])
 
 
 def test_gemma3_writes_the_same_for_all_images() -> None:
@@ -186,7 +186,7 @@ def test_gemma3_writes_the_same_for_all_images() -> None:
 def test_newer_checkpoints_have_all_settings_in_one_file() -> None:
     prompt = {"image_processor": CLIP | {"image_processor_type": "CLIPImageProcessor"}, "patch_size": 7}
     item = processed(picture(9, 9), "llava", {"size": 13}, prompt)
-    assert item.tensors["pixel_values"].shape == (3, 42, 42) and item.expansion.num_embeds == 36
+    assert item.tensors["pixel_values"].shape == (3, 42, 42) and item.expansion.num_positions == 36
 
 
 def test_special_tokens_are_those_of_the_tokenizer() -> None:
@@ -197,7 +197,7 @@ def test_special_tokens_are_those_of_the_tokenizer() -> None:
 
 def test_options_of_a_request_change_the_settings() -> None:
     image = picture(300, 300)
-    assert processed(image, "qwen2_vl", {}, max_pixels=100 * 100).expansion.num_embeds == 9
+    assert processed(image, "qwen2_vl", {}, max_pixels=100 * 100).expansion.num_positions == 9
     assert processed(image, "smolvlm", TILES, do_image_splitting=False).expansion.num_runs == 1
     with pytest.raises(SettingsError, match="max_pixels is 'many', must be a whole number"):
         processor("qwen2_vl", {}, max_pixels="many")
@@ -244,7 +244,7 @@ def test_images_that_a_model_does_not_take_are_refused() -> None:
     with pytest.raises(MediaRefused, match="must be at most"):
         processed(line, "llava", CLIP | {"image_processor_type": "LlavaImageProcessor", "do_pad": True})
     with pytest.raises(MediaRefused, match="takes 4 positions of the prompt, the model takes 3 at most"):
-        processor("qwen2_vl", {}).process(encoded(picture(9, 9)), max_embeds=3)
+        processor("qwen2_vl", {}).process(encoded(picture(9, 9)), max_positions=3)
 
 
 def test_the_hash_is_of_the_tensors() -> None:

@@ -52,7 +52,7 @@ def riff(
 
 def processed(content: bytes, **settings: object) -> Item:
     files = ModelFiles(_CONFIG, json.dumps(settings))
-    return MediaProcessor(files, "audio").process(content, max_embeds=10_000)
+    return MediaProcessor(files, "audio").process(content, max_positions=10_000)
 
 
 @pytest.mark.parametrize("seconds", [0.05, 0.5, 1.2345, 30.0])

@@ -24,14 +24,14 @@ class Gemma3:
         self._size = size.whole("height", 224), size.whole("width", 224)
         self._resample = processor.whole("resample", Image.Resampling.BILINEAR, minimum=0, maximum=5)
         self._normalization = Normalization.read(processor, HALVES, HALVES)
-        num_embeds = settings.config.whole("mm_tokens_per_image", 256)
-        self._num_embeds = settings.prompt.whole("image_seq_length", num_embeds)
+        num_positions = settings.config.whole("mm_tokens_per_image", 256)
+        self._num_positions = settings.prompt.whole("image_seq_length", num_positions)
         self.placeholder = settings.token("boi_token", "<start_of_image>")
         self.token = settings.token("image_token", "<image_soft_token>")
         self._end = settings.token("eoi_token", "<end_of_image>")
 
     def expansion(self, height: int, width: int) -> Expansion:
-        return Expansion(f"\n\n{self.placeholder}{self.token}{self._end}\n\n", self._num_embeds)
+        return Expansion(f"\n\n{self.placeholder}{self.token}{self._end}\n\n", self._num_positions)
 
     def tensors(self, image: Image.Image) -> Tensors:
         pixels = np.asarray(resize(image, *self._size, self._resample))

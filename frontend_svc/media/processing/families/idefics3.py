@@ -30,7 +30,7 @@ class Idefics3:
         self._splits = processor.flag("do_image_splitting", default=True)
         self._resample = processor.whole("resample", Image.Resampling.LANCZOS, minimum=0, maximum=5)
         self._normalization = Normalization.read(processor, HALVES, HALVES)
-        self._num_embeds = settings.prompt.whole("image_seq_len", 169)
+        self._num_positions = settings.prompt.whole("image_seq_len", 169)
         self.placeholder = self.token = settings.token("image_token", "<image>")
         self._around = settings.token("fake_image_token", "<fake_token_around_image>")
         self._whole = settings.token("global_image_token", "<global-img>")
@@ -39,13 +39,13 @@ class Idefics3:
         rows, columns = self._grid(*self._divisible(*self._resized(height, width)))
         whole = f"{self._around}{self._whole}{self.token}{self._around}"
         if not rows:
-            return Expansion(whole, self._num_embeds)
+            return Expansion(whole, self._num_positions)
         lines = [
             "".join(f"{self._around}<row_{row}_col_{column}>{self.token}" for column in range(1, columns + 1))
             for row in range(1, rows + 1)
         ]
         text = "".join(line + "\n" for line in lines) + "\n" + whole
-        return Expansion(text, self._num_embeds, rows * columns + 1)
+        return Expansion(text, self._num_positions, rows * columns + 1)
 
     def tensors(self, image: Image.Image) -> Tensors:
         edge = self._tile
