@@ -132,8 +132,8 @@ def is_refused_in_an_add(field: str) -> bool:
         facts = replace(make_facts(), expert_choices=(1, 1), state_size=1)
         features.parse(entry, AddContext(facts, None, []))
     except Unimplemented:
-        # Here the entry has no source of tensors.
-        return field != "prompt_embeds"
+        # Here the entry has no source of tensors, and the model no encoder.
+        return field not in ("prompt_embeds", "media")
     except (InvalidArgument, NotFound):
         return False
     return False

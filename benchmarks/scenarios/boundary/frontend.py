@@ -94,6 +94,9 @@ class _NoModels:
             eos_token_ids=tuple(ready.eos_token_ids),
         )
 
+    async def until_loaded(self, model: ServedModel) -> None:
+        """No worker has a tokenizer to load."""
+
 
 class _CountingChannel:
     """A channel that counts the messages of streams that it reads."""
