@@ -152,7 +152,10 @@ class MediaSources:
                         return content
                     # Joining would take out what is refused.
                     _check_characters(location, field)
-                    url = urljoin(url, location)
+                    try:
+                        url = urljoin(url, location)
+                    except ValueError as error:
+                        raise _refused(field, f"the URL of a redirect cannot be read: {error}") from error
         except TimeoutError as error:
             raise _failed(field, f"it took longer than {self._limit_s:g} s") from error
         raise _refused(field, f"more than {_MAX_REDIRECTS} redirects")

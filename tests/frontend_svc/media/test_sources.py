@@ -132,6 +132,7 @@ REDIRECTS = {
     "credentials": ("http://user@localhost:PORT/", "credentials"),
     "without_scheme": ("//127.0.0.1:PORT/", "is not in --allowed-media-domains"),
     "line_break": ("http://localhost:PORT/\tb", "white space"),
+    "no_url": ("http://[::1", "cannot be read"),
 }
 
 
