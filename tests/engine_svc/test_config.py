@@ -79,6 +79,14 @@ def test_flags_environment_and_defaults_make_a_configuration():
             "--draft-window is 0",
         ),
         (["--speculative-config", '{"num_speculative_tokens": "x"}'], "--num-speculative-tokens is x"),
+        (
+            ["--no-enable-chunked-prefill", "--max-num-encoder-input-tokens", "600"],
+            "--max-num-encoder-input-tokens is 600, .* without chunked prefill",
+        ),
+        (
+            ["--no-enable-chunked-prefill", "--encoder-cache-tokens", "600"],
+            "--encoder-cache-tokens is 600, .* without chunked prefill",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -39,6 +39,13 @@ class Options(FeatureOptions):
         for name in ("max_num_encoder_input_tokens", "encoder_cache_tokens"):
             value = getattr(self, name)
             require(value is None or value >= 1, name, value, "at least 1")
+            # Else a prompt with more embeddings than this would wait forever, and others behind it.
+            require(
+                value is None or self.enable_chunked_prefill or value >= self.max_num_batched_tokens,
+                name,
+                value,
+                f"at least the {self.max_num_batched_tokens} tokens of a step without chunked prefill",
+            )
         require(self.media_cache_mb >= 0, "media_cache_mb", self.media_cache_mb, "at least 0")
         spec = read_encoder_spec(Path(self.model)) if self.disable_chunked_mm_input else None
         if spec is not None:
