@@ -96,10 +96,11 @@ class MediaProcessor:
             _check_length(expansion, max_positions)
             return _item(expansion, self._images.tensors(image))
         assert self._sounds is not None, "a processor has a family"
-        sound = read_sound(content).at_rate(self._sounds.sampling_rate)
-        expansion = self._sounds.expansion(sound.samples.size)
+        sound, rate = read_sound(content), self._sounds.sampling_rate
+        # Before resampling, which may make a sound many times as large.
+        expansion = self._sounds.expansion(sound.size_at(rate))
         _check_length(expansion, max_positions)
-        return _item(expansion, self._sounds.tensors(sound))
+        return _item(expansion, self._sounds.tensors(sound.at_rate(rate)))
 
 
 def digest(tensors: Mapping[str, NDArray[Any]]) -> str:

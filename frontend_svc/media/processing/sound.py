@@ -15,6 +15,8 @@ from frontend_svc.media.errors import MediaRefused
 MAX_SAMPLES = 1 << 25
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _WIDTHS = {_PCM: (8, 16, 24, 32), _FLOAT: (32, 64)}
+# Full scale is 1, but for files with integers as floating point. Spectra of larger samples may not be finite.
+_LOUDEST = 2.0**31
 _HIGHEST_HZ = 8000.0
 _FLOOR = 1e-10
 
@@ -26,11 +28,15 @@ class Sound:
     samples: NDArray[np.float32]
     rate: int
 
+    def size_at(self, rate: int) -> int:
+        """How many samples `at_rate` gives."""
+        return max(1, round(self.samples.size * rate / self.rate))
+
     def at_rate(self, rate: int) -> Sound:
         """The same sound with another number of samples in a second; what both can hold is kept exactly."""
         if rate == self.rate:
             return self
-        num, num_new = self.samples.size, max(1, round(self.samples.size * rate / self.rate))
+        num, num_new = self.samples.size, self.size_at(rate)
         spectrum = np.fft.rfft(self.samples.astype(np.float64))[: num_new // 2 + 1]
         samples = np.fft.irfft(spectrum, num_new) * (num_new / num)
         return Sound(samples.astype(np.float32), rate)
@@ -143,6 +149,7 @@ def _samples(body: bytes, form: _Format) -> NDArray[np.float32]:
     else:
         values = raw.view(f"<i{form.bits // 8}").astype(np.float32) / 2.0 ** (form.bits - 1)
     mono: NDArray[np.float32] = values.reshape(num, form.num_channels).mean(axis=1, dtype=np.float32)
-    if not np.isfinite(mono).all():
-        raise MediaRefused("the WAV has samples that are no finite numbers")
+    # Also false for what is no number.
+    if not (np.abs(mono) <= _LOUDEST).all():
+        raise MediaRefused(f"the WAV has samples that are no numbers within {_LOUDEST:g}")
     return mono

@@ -15,7 +15,7 @@ from transformers.models.qwen2_audio.processing_qwen2_audio import Qwen2AudioPro
 
 from frontend_svc.media.errors import MediaRefused
 from frontend_svc.media.processing.processor import Item, MediaProcessor, ModelFiles
-from frontend_svc.media.processing.sound import MAX_SAMPLES, read_sound
+from frontend_svc.media.processing.sound import MAX_SAMPLES, Sound, read_sound
 
 RATE = 16000
 _CONFIG = json.dumps({"model_type": "qwen2_audio"})
@@ -117,7 +117,9 @@ def test_sounds_of_other_rates_are_converted(rate: int) -> None:
         (riff(2, 4, bytes(12)), "format 2 of 4 bits"),
         (riff(1, 16, bytes(12), channels=0), "0 channels"),
         (riff(1, 16, bytes(12), rate=1), "of 1 Hz"),
-        (riff(3, 32, struct.pack("<f", float("inf"))), "no finite"),
+        (riff(3, 32, struct.pack("<f", float("inf"))), "no numbers within"),
+        (riff(3, 32, struct.pack("<f", float("nan"))), "no numbers within"),
+        (riff(3, 32, struct.pack("<f", 3e38)), "no numbers within"),
         (riff(1, 8, bytes(MAX_SAMPLES + 1)), "samples, must have"),
         (b"RIFF\x04\x00\x00\x00WAVEdata\x04\x00\x00\x00abcd", "before their format"),
         (b"RIFF\x04\x00\x00\x00WAVEfmt \x04\x00\x00\x00abcd", "format of less than 16 bytes"),
@@ -133,3 +135,9 @@ def test_sounds_beyond_the_models_limits_are_refused() -> None:
         processed(wav(tone(2.0)), chunk_length=1)
     with pytest.raises(MediaRefused, match="160 samples, which is too short"):
         processed(wav(tone(0.01)))
+
+
+def test_a_sound_that_is_too_long_is_refused_before_it_is_resampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sound, "at_rate", lambda *_: pytest.fail("at 16 kHz it has 16 times as many samples"))
+    with pytest.raises(MediaRefused, match=r"the sound has 40.0 s, the model takes 30"):
+        processed(wav(tone(40, rate=1000), rate=1000))
