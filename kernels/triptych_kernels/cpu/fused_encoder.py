@@ -89,9 +89,10 @@ class _NativeEncoder:
         first.run(x.data_ptr(), 0, qkv.data_ptr(), *numbers)
         for layer, program in zip(self._layers, others, strict=True):
             attended = attend(qkv)
-            if attended.shape != (num_tokens, layer.out.in_features) or not attended.is_contiguous():
+            wanted = num_tokens, layer.out.in_features
+            if attended.shape != wanted or attended.dtype is not x.dtype or not attended.is_contiguous():
                 raise ValueError(
-                    f"attention gave {tuple(attended.shape)}: expected {num_tokens, layer.out.in_features}, "
+                    f"attention gave {attended.dtype} {tuple(attended.shape)}: expected {x.dtype} {wanted}, "
                     "contiguous"
                 )
             program.run(x.data_ptr(), attended.data_ptr(), qkv.data_ptr(), *numbers)

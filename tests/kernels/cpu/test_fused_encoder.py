@@ -127,3 +127,5 @@ def test_rows_that_do_not_fit_are_refused(ops):
         layers(rig.some(3, HIDDEN - 1), attend)
     with pytest.raises(ValueError, match="attention gave"):
         layers(rig.some(3, HIDDEN), lambda qkv: qkv)
+    with pytest.raises(ValueError, match=r"attention gave .*bfloat16"):
+        layers(rig.some(3, HIDDEN), lambda qkv: attend(qkv).bfloat16())
